@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
+from ..sparge.sampling import CallFacts, GivenCall
 from ..sparge.tune import Call
-from .decision import CallFacts
 
 #: Keywords that do not change the result, or that the library honours.
 _KNOWN_OPTIONS = {
@@ -25,7 +25,7 @@ _KNOWN_OPTIONS = {
 
 
 @dataclass(frozen=True)
-class AttentionCall:
+class AttentionCall(GivenCall):
     """One call: q, k, v are (B, S, H*D), or (B, H, S, D) when ``skip_reshape``, in any strides. k
     and v may be (B, S, H, D) as well.
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..sparge.sampling.verdict import FASTER
 from ..sparge.speed import ShapeTimes, Size
 from .sparge_attention import START_OF_NEW_NODES
-from .verdict import FASTER
 
 #: Densities that are timed, and the one of the first line.
 DENSITIES = (0.5, 0.3, 0.2, 0.1)

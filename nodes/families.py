@@ -14,18 +14,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..sparge import TokenGrid
-from ..sparge.tune import Sequences, TextPosition
+from ..sparge.sampling import TokenLayout
+from ..sparge.tune import TextPosition
 from . import off_grid, unlisted_models
 from .layer_counts import LayerCounts
 from .off_grid import ModelInputs, OffGrid, Patch, in_patches
-
-#: Remark on sparse calls of a known model whose tokens are not those of its clip.
-UNKNOWN_TOKENS = (
-    "some calls have other tokens than the clip and its text (an image of another size?): those "
-    "stay in the order they come, which errs more"
-)
-#: Remark on sparse calls of some of the queries.
-FRAME_BY_FRAME = "the model attends frame by frame: those calls keep their tokens as they come"
 
 
 def _num_heads(model: Any) -> int | None:
@@ -142,58 +135,18 @@ FAMILIES: Mapping[str, Family] = {
     "QwenImageTransformer2DModel": Family("Qwen Image", _FIRST, _spatial, off_grid.edits_last),
 }
 
-#: Rows for the layers of a model that cannot be counted: more than any has.
-_UNCOUNTED_ROWS = 256
-
 
 @dataclass(frozen=True, kw_only=True)
-class TokenLayout(Sequences):
-    """Facts about the tokens and layers of one forward pass.
+class ModelLayout(TokenLayout):
+    """Layout of a pass of one of ComfyUI's models.
 
     Attributes:
-        family: the model's name for the user.
         counts: layers of the model.
-        heads: attention heads; None when they are not known before a call.
-        left_out_key, calls: as in `Family`.
-        context: tokens of text that the model is given.
-        remark: what sparse runs of a model without a row say; "" with one.
-        layers: about how many self-attentions a model has whose `blocks` are not known.
+        left_out_key: as in `Family`.
     """
 
-    family: str
     counts: LayerCounts = field(default_factory=LayerCounts)
-    heads: int | None = None
     left_out_key: str | None = None
-    calls: int = 2
-    context: int = 0
-    remark: str = ""
-    layers: int | None = None
-
-    @property
-    def blocks(self) -> int | None:
-        return self.counts.total
-
-    @property
-    def rows(self) -> int:
-        """Number of rows of tables that hold one for each self-attention layer, as `row` numbers
-        them."""
-        if not self.blocks:
-            return _UNCOUNTED_ROWS
-        return self.calls * self.blocks + self.counts.refiners
-
-    def row(self, layer: int, earlier_calls: int) -> int:
-        """Row of a self-attention call in `layer` after `earlier_calls` others there.
-
-        Each further call has a row of its own: the control layers of Wan VACE call under the number
-        of the layer that they steer. The row is `rows` or more when there is no room for it.
-        """
-        if self.blocks and earlier_calls >= self.calls:
-            return self.rows
-        return layer + earlier_calls * (self.blocks or 0)
-
-    def refiner_row(self, refiner: int) -> int:
-        """Row of a layer that has no number."""
-        return self.calls * (self.blocks or 0) + refiner
 
 
 def token_layout(
@@ -201,7 +154,7 @@ def token_layout(
     latent_shape: Sequence[int],
     context: Any = None,
     extras: Mapping[str, Any] | None = None,
-) -> TokenLayout:
+) -> ModelLayout:
     """Layout for a latent of shape (batch, channels, [time,] height, width), and what else the
     model is given: its context (batch, text tokens, width) and named extras."""
     model = getattr(diffusion_model, "_orig_mod", diffusion_model)  # torch.compile's wrapper
@@ -213,10 +166,15 @@ def token_layout(
         name = unlisted_models.name_of(names)
         remark, layers = unlisted_models.remark_of(name), unlisted_models.layers_of(model)
         layers = counts.total or layers
-        return TokenLayout(family=name, counts=counts, remark=remark, layers=layers, context=text)
+        return ModelLayout(
+            family=name, blocks=counts.total, refiners=counts.refiners, counts=counts,
+            remark=remark, layers=layers, context=text,
+        )  # fmt: skip
     patch, cells = family.patch(model), latent_shape[2:]
-    layout = TokenLayout(
+    layout = ModelLayout(
         family=family.name,
+        blocks=counts.total,
+        refiners=counts.refiners,
         text=family.text,
         grid=in_patches(cells, patch) if len(cells) in (2, 3) else None,
         counts=counts,

@@ -1,58 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One forward pass of the model, which serves its attention calls. What holds for all of them is
-worked out once, so that no call waits."""
+"""One forward pass of a model in ComfyUI."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from ..sparge import KernelBuildError, Unsupported, capabilities
-from ..sparge.common.failures import MEANT_FOR_HOST
-from ..sparge.kernels.warmup import KERNEL_DID_NOT_COMPILE
-from ..sparge.tune import (
-    FAILED,
-    Call,
-    DenseOnce,
-    PassFacts,
-    RealTokens,
-    SessionPass,
-    fitted,
-    real_tokens,
-)
+from ..sparge.sampling import Dense, Kind, ServedPass
+from ..sparge.tune import PassFacts, fitted
 from .attention_call import AttentionCall
-from .decision import CROSS_ATTENTION, Kind, dense_reason, exact_reason
-from .families import FRAME_BY_FRAME, UNKNOWN_TOKENS, TokenLayout, token_layout
-from .layer_counter import Layer, LayerCounter
+from .families import token_layout
+from .layer_counter import LayerCounter
 from .run_state import Run
 
-logger = logging.getLogger("sparge")
 
-Dense = Callable[[], Tensor]
-
-
-@dataclass
-class Forward:
+@dataclass(kw_only=True)
+class Forward(ServedPass):
     """One forward pass; lives in its own transformer_options, so threads never share it."""
 
     run: Run
-    layout: TokenLayout
-    begun: SessionPass
-    unusable: str | None
-    """Reason why no call on this device can be sparse."""
     layers: LayerCounter
-    beside: frozenset[int] = frozenset()
-    """Numbers of tokens of what is sampled beside the clip (sound), alone."""
-    _handing_on: bool = field(default=False, repr=False)
-    _real: dict[int, tuple[Tensor, RealTokens | str | None]] = field(
-        default_factory=dict, repr=False
-    )
-    """Real tokens by the id of a mask, with the mask itself: what has an id must live."""
 
     @classmethod
     def begin(
@@ -70,12 +40,7 @@ class Forward:
         are apply_model's."""
         packed = extras.get("latent_shapes")  # audio and video in one flat latent: video is first
         layout = token_layout(diffusion_model, packed[0] if packed else x.shape, context, extras)
-        run.tally.add_forward(layout.family, layout.grid)
-        run.start_clock()
-        run.note_missing_layers(layout.blocks)
-        unusable = run.unusable(x.device)
-        if unusable is None and (slower_target := capabilities(x.device).note):
-            run.note(slower_target)
+        unusable = run.meet(layout, x.device)
         conditioning = tuple(options.get("cond_or_uncond") or (0,))
         facts = PassFacts(conditioning, run.step_of(conditioning), which=which)
         if unusable is None and run.needs_level:
@@ -87,20 +52,14 @@ class Forward:
         policy = fitted(run.asked, x.device)
         begun = run.session.begin_pass(layout, policy, x.device, facts, usable=unusable is None)
         beside = frozenset(shape[2] for shape in (packed or ())[1:])
-        return cls(run, layout, begun, unusable, LayerCounter(layout), beside)
-
-    @property
-    def _may_be_sparse(self) -> bool:
-        return self.unusable is None and self.begun.facts.why_dense is None
-
-    def end(self) -> None:
-        """Ends the pass for the host, which has queued it; the GPU may still be computing it."""
-        self.run.tally.end_forward(self._may_be_sparse or self.unusable is not None)
-        self.begun.end()
+        return cls(
+            run=run, layout=layout, begun=begun, unusable=unusable, layers=LayerCounter(layout),
+            beside=beside,
+        )  # fmt: skip
 
     def attend(self, given: AttentionCall, dense: Dense) -> Tensor:
         """Result of a call, sparse when nothing speaks against it, else from dense()."""
-        if self._handing_on:
+        if self.handing_on:
             return dense()
         facts, options = given.facts, given.transformer_options
         kind = facts.kind(self.layout, self.run.settings)
@@ -108,153 +67,4 @@ class Forward:
             layer = self.layers.next(options, self._tokens(given, kind))
         else:  # one of several calls in a layer
             layer = self.layers.peek(options)
-        if self._is_of_clip(given, kind):
-            self.run.tally.reach()
-        real = self._real_tokens(given, kind, layer)
-        if not isinstance(real, RealTokens):
-            return self._serve(given, kind, layer, dense, why=real)
-        return self._among_real(real, given, kind, layer, dense)
-
-    def _among_real(
-        self, real: RealTokens, given: AttentionCall, kind: Kind, layer: Layer, dense: Dense
-    ) -> Tensor:
-        """Result of a call with padding."""
-        call, outs = given.tensors, []
-        assert isinstance(call, Call)
-
-        def of_real_ones() -> Tensor:
-            outs.append(dense())
-            return real.rows(call, outs[0])
-
-        inner = real.call(call)
-        out = self._serve(given.of_tensors(inner), kind, layer, of_real_ones, padded=True)
-        return outs[0] if outs else real.whole(call, inner, out)
-
-    def _serve(
-        self,
-        given: AttentionCall,
-        kind: Kind,
-        layer: Layer,
-        dense: Dense,
-        why: str | None = None,
-        padded: bool = False,
-    ) -> Tensor:
-        """Computes a call. why: reason to be dense, beside what is looked at here. padded: dense()
-        computes more than the call's tokens, so its time says nothing of them."""
-        # Measuring takes the dense result, too.
-        timed = kind is Kind.SELF and not padded
-        once = DenseOnce(partial(self._exact, given, timed, dense), partial(self._eight_bit, given))
-        try:
-            out = why or self._sparse(given, kind, layer, once)
-            if not isinstance(out, str):
-                return out
-            reason = out
-        except Unsupported as refusal:
-            reason = refusal.reason
-        except KernelBuildError as error:
-            logger.error("[Sparge] %s", error)
-            reason = self.unusable = KERNEL_DID_NOT_COMPILE
-            self.run.give_up(self.begun.device, reason)
-        except MEANT_FOR_HOST:
-            raise
-        except Exception as error:
-            if error is once.failure:
-                raise
-            self.run.failures.tell("a call was computed dense", error)
-            reason = FAILED
-        if kind is not Kind.CROSS and not layer.beside:
-            self.begun.record.dense.add(layer.row)
-        result = once.result()
-        if reason != CROSS_ATTENTION:
-            self.run.tally.add_dense(reason, self._tokens(given, kind), once.by_eight_bit)
-        else:
-            self.run.tally.add_cross()
-        return result
-
-    def _eight_bit(self, given: AttentionCall) -> Tensor | None:
-        """Result by 8-bit dense attention; None where the call has to be exact."""
-        if self.unusable is not None or given.mask is not None:
-            return None
-        if exact_reason(given.facts, self.layout, self.run.settings) is not None:
-            return None
-        with self.run.failures.caught("a dense call was computed exact"):
-            return self.begun.eight_bit(given.tensors) if isinstance(given.tensors, Call) else None
-        return None
-
-    def _sparse(
-        self, given: AttentionCall, kind: Kind, layer: Layer, dense: DenseOnce
-    ) -> Tensor | str:
-        """Sparse result of a call, or the reason why it is dense."""
-        reason = self._why_dense(given, layer)
-        if reason is not None:
-            return reason
-        assert isinstance(given.tensors, Call)
-        whole, tokens = kind is Kind.SELF, given.facts.query_tokens
-        ends = self.layout.exact_tokens(tokens, given.reference_tokens) if whole else (0, 0)
-        out = self.begun.sparse(given.tensors, layer.row, dense, ends)
-        if isinstance(out, str):
-            return out
-        if self.layout.remark:
-            self.run.note(self.layout.remark)
-        elif not whole:
-            self.run.note(FRAME_BY_FRAME)
-        elif self.layout.sequence(tokens) is None:
-            self.run.note(UNKNOWN_TOKENS)
-        left_out = self.run.asked.pv_filter and not self.begun.policy.pv_filter
-        self.run.tally.add_sparse(self._tokens(given, kind), left_out)
-        return out
-
-    def _why_dense(self, given: AttentionCall, layer: Layer) -> str | None:
-        """Reason why a call is dense whatever its heads are like, or None."""
-        settings, reason = self.run.settings, self.unusable
-        if reason is None and given.q.device != self.begun.device:
-            reason = f"tensors on {given.q.device} in a forward pass on {self.begun.device}"
-        if reason is None and settings.aim is None:  # else a dense call is measured in that step
-            reason = self.begun.facts.why_dense
-        reason = dense_reason(given.facts, layer.number, reason, self.layout, settings)
-        return reason or (given.tensors if isinstance(given.tensors, str) else None)
-
-    def _tokens(self, given: AttentionCall, kind: Kind) -> int:
-        """Number of tokens of the sequence that a call is of."""
-        facts = given.facts
-        if kind is not Kind.PART:
-            return facts.query_tokens
-        return min(facts.key_tokens, self.layout.grid_tokens or facts.key_tokens)
-
-    def _is_of_clip(self, given: AttentionCall, kind: Kind) -> bool:
-        """Whether a call is of the clip's self-attention or, as some models have it, a part of it:
-        never one of text or sound alone, nor one in which the clip looks at those."""
-        tokens, keys = given.facts.query_tokens, given.facts.key_tokens
-        if tokens < self.layout.frame_tokens:
-            return False
-        if tokens in self.beside and tokens != self.layout.grid_tokens:
-            return False
-        return keys >= self.layout.grid_tokens or kind is Kind.SELF
-
-    def _real_tokens(
-        self, given: AttentionCall, kind: Kind, layer: Layer
-    ) -> RealTokens | str | None:
-        """Real tokens of a call whose mask may be padding; None without one, or for a reason that
-        needs no look at it. Waits once a mask, where a pass may be sparse or measured."""
-        mask, of_pass = given.key_mask, self.begun.facts
-        if mask is None or kind is not Kind.SELF or self._why_dense(given, layer) is not None:
-            return None
-        if of_pass.why_dense is not None and not of_pass.is_last_dense:
-            return of_pass.why_dense
-        if id(mask) not in self._real:
-            self._real[id(mask)] = mask, real_tokens(mask, self.layout.tokens)
-        return self._real[id(mask)][1]
-
-    def _exact(self, given: AttentionCall, timed: bool, dense: Dense) -> Tensor:
-        compute, call = partial(self._hand_on, dense), given.tensors
-        if not timed or self.unusable is not None or not isinstance(call, Call):
-            return compute()
-        return self.begun.exact(call, compute)
-
-    def _hand_on(self, dense: Dense) -> Tensor:
-        """Runs the dense path. Should it lead back here, that inner call goes straight on."""
-        self._handing_on = True
-        try:
-            return dense()
-        finally:
-            self._handing_on = False
+        return self.serve(given, kind, layer, dense)

@@ -16,7 +16,7 @@ from ..sparge.common.closures import leads_to
 from ..sparge.common.untraced import untraced
 from ..sparge.common.whole_graph import is_traced_whole
 from ..sparge.kernels.warmup import Warmup, warm_up
-from ..sparge.speed import speed_table
+from ..sparge.sampling import RunResult
 from ..sparge.tune import FAILED, Fingerprint
 from . import host, report
 from .asked_layers import asked_layers
@@ -24,7 +24,6 @@ from .attention_call import AttentionCall
 from .forward import Forward
 from .layer_counter import COUNTER_KEY
 from .profiles import NamedProfile, fingerprint_of
-from .result import RunResult
 from .run_state import Run
 from .settings import Settings
 
@@ -186,15 +185,10 @@ class Hook:
         return warm_up(device, self.show)
 
     def _await_kernels(self, run: Run, device: torch.device) -> None:
-        """Waits for the kernels, so that whether a call is sparse never depends on how fast a
-        compiler was."""
+        """Here ComfyUI does nothing else on the GPU, whose speed may be measured."""
         warmup = self.prepare_kernels(device)
-        failure = warmup.wait(host.raise_if_interrupted) if warmup else None
-        if failure is not None:
-            run.give_up(device, failure)
-        elif warmup is not None:  # here ComfyUI does nothing else on the GPU
-            with run.failures.caught("the speed of this GPU was not measured"):
-                speed_table(device, run.backend)
+        if warmup is not None:
+            run.await_kernels(device, partial(warmup.wait, host.raise_if_interrupted))
 
     def _reinstalled(self, found: Override | None) -> Override:
         """Override that this run shall use: one that overwrote ours becomes our dense path.

@@ -15,34 +15,23 @@ from typing import Any
 
 from ..sparge.common.untraced import untraced
 from ..sparge.common.whole_graph import is_traced_whole
-from .families import TextPosition, TokenLayout
+from ..sparge.sampling import Layer
+from ..sparge.sampling.layout import UNNUMBERED
+from ..sparge.tune import TextPosition
+from .families import ModelLayout
 
 #: Key of transformer_options: the counter of the pass. No dict or list: ComfyUI copies those.
 COUNTER_KEY = "sparge_layers"
 
-#: Number of a layer that the numbers of dense_blocks never mean.
-UNNUMBERED = -1
-
 #: Replacement of a block, as ComfyUI calls it: with the block's arguments and itself.
 Patch = Callable[..., Any]
-
-
-@dataclass(frozen=True)
-class Layer:
-    """Layer that a call is of."""
-
-    number: int
-    row: int
-    """Row of the layer, as in `TokenLayout.row`."""
-    beside: bool = False
-    """Whether it is the attention of text or sound in a layer, as far as is known."""
 
 
 @dataclass
 class LayerCounter:
     """Numbers the self-attention calls of one forward pass."""
 
-    layout: TokenLayout
+    layout: ModelLayout
     calls: int = 0
     """Calls counted so far: the number of the running layer, in models that publish none."""
     _of_layer: dict[int, int] = field(default_factory=dict, repr=False)
@@ -52,7 +41,7 @@ class LayerCounter:
     def next(self, options: Mapping[str, Any], tokens: int) -> Layer:
         """Layer of a self-attention call over so many tokens, which is counted."""
         published = self.layout.counts.published(options) is not None
-        if not published and self._refiners < self.layout.counts.refiners:
+        if not published and self._refiners < self.layout.refiners:
             return self._refiner()
         again = not published and self.calls > 0 and self._is_without_text(tokens)
         if not again and not self._counts(tokens, published):

@@ -13,8 +13,8 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from .result import RunResult
-from .verdict import verdict, why_nothing
+from ..sparge.sampling import RunResult, verdict
+from ..sparge.sampling.verdict import why_nothing
 
 Colour = tuple[int, int, int]
 
@@ -38,9 +38,7 @@ def draw(result: RunResult) -> Tensor:
     """(1, height, width, 3) float32, as ComfyUI's images are."""
     by_step, layers = result.report.by_step, result.report.layers.tolist()
     if not by_step.numel() or result.tally.missing:
-        return message(
-            why_nothing(result).told or "no self-attention of a whole grid reached this node"
-        )
+        return message(why_nothing(result).told or result.words.unreached)
     errors = {name: result.report.of_layers(name) for name in ("predicted", "probed")}
     most = max((error for of_layers in errors.values() for error in of_layers.values()), default=0)
     right = WIDTH - RIGHT - (ERROR_WIDTH + GAP if most else 0)

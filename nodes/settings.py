@@ -1,41 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Widgets of SpargeAttention as one frozen value, and their defaults."""
+"""Widgets of SpargeAttention as one frozen value."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from functools import cached_property
 from typing import Any
 
-from ..sparge import SparsePolicy
-from ..sparge.tune import Aim, LayerSpans
-
-# Option texts are in saved graphs: only append. A new node starts with the first.
-AUTO_QUALITY = "auto quality"
-AUTO_BUDGET = "auto budget"
-MANUAL = "manual"
-MODES = [AUTO_QUALITY, AUTO_BUDGET, MANUAL]
-#: Target errors: mean relative L2 error of the heads' outputs, each by its head weight
-#: (`SettingsTable.head_weight`; docs/experiments.md, Targets of the qualities).
-QUALITIES = {"high": 0.03, "balanced": 0.05, "fast": 0.08}
+from ..sparge import sampling
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Values of the widgets, in the node's order; what a mode does not show has its default."""
-
-    mode: str = MANUAL
-    quality: str = "balanced"
-    topk: float = 0.5
-    pvthreshd: float = 50.0  # off
-    select_by: str = "topk"
-    cdfthreshd: float = 0.98
-    simthreshd1: float = -0.1
-    start_percent: float = 0.2
-    end_percent: float = 1.0
-    min_tokens: int = 4096
-    dense_blocks: str = ""
-    exact_dense: bool = False
+class Settings(sampling.Settings):
+    """Values of the widgets. They are checked when the node runs: what comes through a link instead
+    of a widget, the server has not looked at."""
 
     @classmethod
     def of_inputs(cls, mode: Any, inputs: dict[str, Any]) -> Settings:
@@ -48,37 +25,3 @@ class Settings:
         kinds: dict[str, Any] = {field.name: type(field.default) for field in fields(cls)}
         known = {name: value for name, value in given.items() if name in kinds}
         return cls(**{n: kinds[n](value) for n, value in known.items() if value is not None})
-
-    def __post_init__(self) -> None:
-        """Checks the values when the node runs, not steps later: what comes through a link instead
-        of a widget, the server has not looked at. Raises ValueError."""
-        for name, options in (("mode", MODES), ("quality", list(QUALITIES))):
-            if getattr(self, name) not in options:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; it takes one of {options}.")
-        for name in ("topk", "start_percent", "end_percent"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it takes a number from 0 to 1.")
-        self.policy()
-        LayerSpans.parse(self.dense_blocks)
-
-    @cached_property
-    def aim(self) -> Aim | None:
-        """Aim for measured heads; None in manual mode, which measures nothing."""
-        if self.mode == AUTO_QUALITY:
-            return Aim("quality", QUALITIES[self.quality])
-        return Aim("budget", self.topk) if self.mode == AUTO_BUDGET else None
-
-    @cached_property
-    def dense_layers(self) -> LayerSpans:
-        return LayerSpans.parse(self.dense_blocks)
-
-    def policy(self) -> SparsePolicy:
-        """Policy without the text, which calls have in different places."""
-        return SparsePolicy(
-            # A measured head keeps a share of the blocks, never one of the mass.
-            select_by="topk" if self.aim else self.select_by,
-            topk=self.topk,
-            cdfthreshd=self.cdfthreshd,
-            simthreshd1=self.simthreshd1,
-            pvthreshd=self.pvthreshd,
-        )

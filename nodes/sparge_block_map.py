@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from comfy_api.latest import io
 
+from ..sparge.sampling import RunResult
 from .asked_layers import BLOCK_MAP
 from .hook import hook_of
-from .result import RunResult
 from .sparge_report import NO_NODE, NO_RUN
 
 #: Most that the widgets take; no model has as many.

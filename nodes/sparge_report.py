@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from comfy_api.latest import io
 
+from ..sparge.sampling import RunResult, details, verdict
+from ..sparge.sampling.verdict import first_reason
 from ..sparge.tune import ProfileError, profile_path
-from . import report
 from .hook import hook_of
 from .host import let_picture_go, profile_folder, show_on_node
 from .live_map import REPORT
-from .result import RunResult
-from .verdict import first_reason, verdict
 
 logger = logging.getLogger("sparge")
 
@@ -84,7 +83,7 @@ class SpargeAttentionReport(io.ComfyNode):
             remarks.append(other)
         if name := save_profile.strip():
             remarks.append(NOT_SAVED_OF_ANOTHER if other else _save(hook.last, name))
-        return cls._shown(latent, report.details(hook.last), remarks, hook.last)
+        return cls._shown(latent, details(hook.last), remarks, hook.last)
 
     @classmethod
     def _shown(

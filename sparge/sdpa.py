@@ -142,12 +142,44 @@ class Substitute:
         return out.transpose(1, 2) if tokens_first else out
 
 
-class SdpaMode(TorchFunctionMode):
+class AttentionMode(TorchFunctionMode):
+    """Context in which a function of ours stands in for `scaled_dot_product_attention`."""
+
+    def __init__(self, serve: Callable[..., Tensor | None]) -> None:
+        """serve: takes the arguments of a call; gives None for one that stays torch's."""
+        super().__init__()
+        self._serve = serve
+
+    def note_hidden(self) -> None:
+        """Takes note of a call of torch.nn.MultiheadAttention, which hides its attention."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        # torch takes the mode off meanwhile, so nothing that is called here comes back to it.
+        kwargs = kwargs or {}
+        if func is TORCH_ATTENTION:
+            out = self._serve(*args, **kwargs)
+            if out is not None:
+                return out
+        elif func is torch.nn.functional.multi_head_attention_forward:
+            self.note_hidden()
+        return func(*args, **kwargs)
+
+
+class SdpaMode(AttentionMode):
     """Context that `sdpa` makes."""
 
     def __init__(self, substitute: Substitute) -> None:
-        super().__init__()
+        super().__init__(substitute.sparse)
         self._substitute = substitute
+
+    def note_hidden(self) -> None:
+        count_exact(self._substitute.stats, "torch.nn.MultiheadAttention, which hides its call")
 
     def __enter__(self) -> CallStats:
         stats = self._substitute.stats
@@ -160,20 +192,3 @@ class SdpaMode(TorchFunctionMode):
     def __exit__(self, *raised: Any) -> None:
         opened.stats.pop()
         super().__exit__(*raised)
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        # torch takes the mode off meanwhile, so nothing that is called here comes back to it.
-        kwargs = kwargs or {}
-        if func is TORCH_ATTENTION:
-            out = self._substitute.sparse(*args, **kwargs)
-            if out is not None:
-                return out
-        elif func is torch.nn.functional.multi_head_attention_forward:
-            count_exact(self._substitute.stats, "torch.nn.MultiheadAttention, which hides its call")
-        return func(*args, **kwargs)

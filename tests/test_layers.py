@@ -76,6 +76,8 @@ def test_the_library_knows_no_host_and_needs_no_integration() -> None:
     for path in files(".py", under=ROOT / "sparge"):
         if ROOT / integrations not in path.parents:
             assert not any(x.startswith("sparge.integrations") for x in imports(path)), path
+        if not {ROOT / integrations, ROOT / "sparge" / "sampling"} & set(path.parents):
+            assert not any(x.startswith("sparge.sampling") for x in imports(path)), path
 
 
 def test_nodes_reach_the_library_by_relative_import_and_nothing_imports_tools() -> None:

@@ -57,7 +57,12 @@ def test_wheel_requires_no_torch(installed: Path) -> None:
     required = re.findall(r"^Requires-Dist: ([\w-]+)(.*)$", metadata, re.MULTILINE)
     always = {name for name, rest in required if "extra ==" not in rest}
     assert always == {"numpy", "safetensors", "ninja"}
-    assert {name for name, _ in required} - always == {"torch", "transformers"}
+    assert {name for name, _ in required} - always == {
+        "torch",
+        "transformers",
+        "diffusers",
+        "accelerate",
+    }
 
 
 def test_installed_library_finds_its_sources_and_the_converter_runs(installed: Path) -> None:

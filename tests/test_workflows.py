@@ -55,8 +55,8 @@ def project(key: str) -> str:
 
 
 def our_widgets() -> dict[str, Any]:
-    """Name -> default of each widget of any mode, in order: the fields of nodes/settings.py."""
-    text = (ROOT / "nodes" / "settings.py").read_text(encoding="utf-8")
+    """Name -> default of each widget of any mode, in order: the fields of Settings."""
+    text = (ROOT / "sparge" / "sampling" / "settings.py").read_text(encoding="utf-8")
     constants = dict(re.findall(r'^(\w+) = ("[^"]*")$', text, re.MULTILINE))
     fields = re.findall(r"^    (\w+): (?:str|int|float|bool) = (.+)$", text, re.MULTILINE)
     return {name: ast.literal_eval(constants.get(value, value)) for name, value in fields}

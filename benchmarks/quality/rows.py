@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.timing import ROOT
+from sparge.sampling import QUALITIES
 
 RESULTS = ROOT / "benchmarks" / "results" / "quality.json"
 KEY = ("data", "mode", "where", "asked_density", "target")  # a row has one of the last two
 DIGITS = 6
 EMULATION, REFERENCE = "emulation", "reference"  # values of `where` that are no GPU
-#: Target errors of the node's mode auto quality, as in nodes/settings.py, which needs the whole
-#: pack to be imported; a test compares the two.
-TARGETS = {"high": 0.03, "balanced": 0.05, "fast": 0.08}
+#: Target errors of mode auto quality.
+TARGETS = QUALITIES
 #: Name of that mode in rows; `ours auto` is a mean density.
 AUTO_QUALITY = "ours auto quality"
 

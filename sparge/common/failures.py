@@ -34,7 +34,9 @@ class Failures:
 
     def tell(self, outcome: str, error: Exception) -> None:
         """Logs an error. outcome: what became of the call, for the user."""
-        text = f"{outcome}, because of an error of this node: {type(error).__name__}: {error}"
+        text = (
+            f"{outcome}, because of an error of Sparge Attention: {type(error).__name__}: {error}"
+        )
         with self._lock:
             if text in self._told:
                 return

@@ -30,13 +30,13 @@ from .ways import RunLength, Ways
 
 NOT_MEASURED = "this layer could not be measured"
 NO_ROOM = "more attention calls in one block than there is room for"
-NAN_OF_MODEL = "the model gave NaN here, without this node's doing"
-INF_OF_MODEL = "the model gave inf here, without this node's doing"
+NAN_OF_MODEL = "the model gave NaN here, without Sparge Attention's doing"
+INF_OF_MODEL = "the model gave inf here, without Sparge Attention's doing"
 NOT_IN_PROFILE = "the profile has nothing for this layer"
 NO_MEMORY = "not enough memory to measure this layer"
 TOO_SHORT = "too few steps are left to pay for measuring"
 #: Measuring, or sparse computation, raised an error.
-FAILED = "an error of this node (see the log)"
+FAILED = "an error of Sparge Attention (see the log)"
 
 #: Number of the conditioning that is measured again while steps are sparse: the positive prompt.
 COND = 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Line under the node while a run goes on: its step, seconds a step, and what is left."""
+"""Line while a run goes on: its step, seconds a step, and what is left."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ class Recorder:
 def reports() -> Iterator[list[dict[str, Any]]]:
     """Collects what every run inside reports, as numbers."""
     collected: list[dict[str, Any]] = []
-    report = pack("nodes.report")
+    report, sampling = pack("nodes.report"), pack("sparge.sampling")
     publish = report.publish
 
     def collect(result: Any, node_id: str | None) -> None:
@@ -120,8 +120,8 @@ def reports() -> Iterator[list[dict[str, Any]]]:
                 "reasons": dict(tally.reasons),
                 "density": result.report.densities.overall,
                 "stopped": result.stopped,
-                "text": report.summary(result),
-                "verdict": pack("nodes.verdict").verdict(result),
+                "text": sampling.summary(result),
+                "verdict": sampling.verdict(result),
                 "by_step": [[round(x, 3) for x in row] for row in result.report.by_step.tolist()],
                 "shapes": [shape.tokens for shape in result.report.shapes],
                 "kept": result.report.of_heads("density").tolist(),

@@ -98,7 +98,7 @@ def test_cancel_leaves_a_report_and_nothing_else(comfyui, widgets):
     assert got["options"] == ["optimized_attention_override"]
 
 
-BUG = "an error of this node (see the log)"
+BUG = "an error of Sparge Attention (see the log)"
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny language models of random weights."""
+"""Tiny language models of random weights, and what a session asks of the library."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import Tensor
 
 Make = Callable[..., Any]
 
@@ -45,3 +46,38 @@ def make_model(seed: int) -> Make:
         return getattr(transformers, f"{architecture}ForCausalLM")(config).to(dtype).eval()
 
     return make
+
+
+class Served(NamedTuple):
+    """Call that the library served."""
+
+    q: Tensor
+    policy: Any
+    order: Any
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[Served]:
+    """The calls that sessions give to the library."""
+    import sparge.tune.call as module
+
+    library, seen = module.attention, []
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, policy: Any, **kwargs: Any) -> Any:
+        seen.append(Served(q.clone(), policy, kwargs["order"]))
+        return library(q, k, v, policy, **kwargs)
+
+    monkeypatch.setattr(module, "attention", attention)
+    return seen
+
+
+@pytest.fixture
+def reference_allowed(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
+    """The CPU runs the reference, and nothing is dense for being slower."""
+    monkeypatch.setenv("SPARGE_REFERENCE", "1")
+
+
+@pytest.fixture
+def no_mode_left() -> Any:
+    yield
+    assert torch.overrides._get_current_function_mode_stack() == []

@@ -318,7 +318,7 @@ def sampled(
     prepared: changes the patched model. extras: conditioning. raises: errors that end the run.
     Further names are widgets.
     """
-    hook_of, report = load_pack("nodes.hook").hook_of, load_pack("nodes.report")
+    hook_of, report = load_pack("nodes.hook").hook_of, load_pack("sparge.sampling")
 
     def run(
         step: Any,

@@ -8,7 +8,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def decision(load_pack):
-    return load_pack("nodes.decision")
+    return load_pack("sparge.sampling.decision")
 
 
 @pytest.fixture(scope="module")
@@ -24,13 +24,11 @@ def window_of(load_pack):
 @pytest.fixture(scope="module")
 def layout_of(load_pack):
     """layout_of(grid, text position's name, **fields) of a model of ten blocks."""
-    families, counts = load_pack("nodes.families"), load_pack("nodes.layer_counts").LayerCounts(10)
+    sampling, positions = load_pack("sparge.sampling"), load_pack("sparge.tune").TextPosition
 
     def made(grid=None, text=None, **fields):
-        position = families.TextPosition[text] if text else None
-        return families.TokenLayout(
-            family="Test", text=position, grid=grid, counts=counts, **fields
-        )
+        position = positions[text] if text else None
+        return sampling.TokenLayout(family="Test", text=position, grid=grid, blocks=10, **fields)
 
     return made
 
@@ -187,7 +185,7 @@ def test_open_edges_hold_whatever_a_model_sampling_calls_its_ends(window_of):
 
 @pytest.fixture(scope="module")
 def spans(load_pack):
-    return load_pack("nodes.settings").LayerSpans
+    return load_pack("sparge.tune").LayerSpans
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ FLAGS = {"skip_reshape": True}
 def table(load_pack, monkeypatch):
     """table(exact seconds): makes this the speed table of calls that keep every pair; 8-bit dense
     ones take a second, and measurements no time. Gives the names of the backends asked for."""
-    speed, state, backends = load_pack("sparge.speed"), load_pack("nodes.run_state"), []
+    speed, state, backends = load_pack("sparge.speed"), load_pack("sparge.sampling.run"), []
     monkeypatch.delenv("SPARGE_REFERENCE", raising=False)
     monkeypatch.setattr(load_pack("sparge.tune.ways"), "FEWEST_TOKENS", 1)
     monkeypatch.setattr(state, "unusable_reason", lambda device: None)
@@ -170,7 +170,7 @@ def test_a_backend_that_cannot_be_timed_costs_no_run(
 
     ready = SimpleNamespace(wait=lambda check: None)
     monkeypatch.setattr(hook.Hook, "prepare_kernels", lambda self, device: ready)
-    monkeypatch.setattr(hook, "speed_table", fail)
+    monkeypatch.setattr(load_pack("sparge.sampling.run"), "speed_table", fail)
     table(2.0)
     assert run().tally.sparse == 2 * BLOCKS and len(asked) == 1
     assert "the speed of this GPU was not measured" in caplog.text

@@ -96,6 +96,6 @@ def test_the_report_says_so_once(
     refusing("attend_hopper")
     warmed()
     known = load_pack("sparge").capabilities(GPU)
-    monkeypatch.setattr(load_pack("nodes.forward"), "capabilities", lambda device: known)
+    monkeypatch.setattr(load_pack("sparge.sampling.run"), "capabilities", lambda device: known)
     got = sampled(step, [0.9, 0.7, 0.6])
     assert got.notes.count(NOTE) == got.line.count(NOTE.rstrip(".")) == 1

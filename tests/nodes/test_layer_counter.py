@@ -153,7 +153,7 @@ def test_refiners_come_before_the_blocks_and_have_no_number(load_pack, counter, 
     blocks = [found.next({"block_index": n} if numbered else {}, 344) for n in range(3)]
     assert [(layer.number, layer.row) for layer in blocks] == [(0, 0), (1, 1), (2, 2)]
     assert [layer.row for layer in refiners] == [60, 61, 62, 63]
-    spans = load_pack("nodes.settings").LayerSpans.parse("0-29, -30--1, 60")
+    spans = load_pack("sparge.tune").LayerSpans.parse("0-29, -30--1, 60")
     assert not any(spans.contains(layer.number, 30) for layer in refiners)
 
 

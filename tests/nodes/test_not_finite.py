@@ -10,7 +10,7 @@ from tests.nodes.parts import BLOCKS, HEADS, TOKENS
 
 pytestmark = pytest.mark.usefixtures("reference_allowed")
 
-NAN, INF = (f"the model gave {x} here, without this node's doing" for x in ("NaN", "inf"))
+NAN, INF = (f"the model gave {x} here, without Sparge Attention's doing" for x in ("NaN", "inf"))
 #: Of three, the last dense one and those behind it.
 SIGMAS = [1.0, 0.9, 0.7, 0.6, 0.5]
 

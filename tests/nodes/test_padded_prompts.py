@@ -136,7 +136,7 @@ def test_prompts_of_one_batch_that_are_padded_differently_stay_dense(load_pack):
 
 
 def test_one_look_at_a_mask_in_a_pass_and_none_before_the_window(load_pack, run, qkv, monkeypatch):
-    module, looks, mask = load_pack("nodes.forward"), [], padding()
+    module, looks, mask = load_pack("sparge.sampling.served_pass"), [], padding()
     look = module.real_tokens
     monkeypatch.setattr(
         module, "real_tokens", lambda mask, known: (looks.append(1), look(mask, known))[1]

@@ -84,7 +84,7 @@ def test_a_profile_spares_the_measuring(saved, run_once, load_pack):
     assert all(chosen is measured for chosen in got.run.session.tables.chosen[0]._given())
     assert "; heads as the profile clip has them, not measured; " in got.line + "; "
     assert (
-        load_pack("nodes.verdict")
+        load_pack("sparge.sampling")
         .verdict(got.last)
         .endswith("\n50 % computed, error 4 %, profile clip")
     )
@@ -231,7 +231,7 @@ def test_a_name_without_a_profile_warns_and_the_run_measures(
     got = run_once(NEXT, profile=found)
     assert got.tally.reasons == {"measuring": 1}
     assert got.notes == [f"{found.problem}, so this run measures"]
-    said = load_pack("nodes.verdict").verdict(got.last).split("\n")[1]
+    said = load_pack("sparge.sampling").verdict(got.last).split("\n")[1]
     assert said.removesuffix(" ...") in got.notes[0] and len(said) > 15
 
 

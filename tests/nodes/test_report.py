@@ -15,7 +15,7 @@ import torch
 
 @pytest.fixture
 def report(load_pack):
-    return load_pack("nodes.report")
+    return load_pack("sparge.sampling.summary")
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def result(load_pack):
     """result(...) of a manual run of three steps and two layers, with these changes."""
 
     def make(aim=None, by_step=None, shapes=(), saved=None, by_table=True, **changes):
-        module, tune = load_pack("nodes.result"), load_pack("sparge.tune")
+        module, tune = load_pack("sparge.sampling"), load_pack("sparge.tune")
         if by_step is None:
             by_step = torch.full((8, 3), torch.nan)
             by_step[[0, 7]] = torch.tensor([[1.0, 0.5, 0.25], [1.0, float("nan"), 0.75]])
@@ -35,7 +35,7 @@ def result(load_pack):
         time = tune.RunTime({}, saved, by_table)
         found = tune.Report(aim, tune.Densities(0.25, by_step), shapes, {}, time)
         tally = tune.Tally(**facts | {"reasons": Counter(facts["reasons"])})
-        return module.RunResult(tally, found, **of_run)
+        return module.RunResult(tally, found, words=load_pack("nodes.words").WORDS, **of_run)
 
     return make
 
@@ -60,12 +60,12 @@ def with_shapes(result, *shapes):
 
 
 @pytest.fixture
-def published(report, caplog):
+def published(load_pack, caplog):
     """published(result, node): the record in the log."""
 
     def of(result, node=None):
         with caplog.at_level(logging.INFO, "sparge"):
-            report.publish(result, node)
+            load_pack("nodes.report").publish(result, node)
         (record,) = caplog.records
         return record
 
@@ -259,11 +259,11 @@ UNREACHED = ["No attention call reached this node", "Put it last, before the sam
 )
 def test_the_two_lines_on_the_node(load_pack, result, changes, expected):
     found = result(**{"seconds": 34.0, "saved": 57.0} | changes)
-    assert load_pack("nodes.verdict").verdict(found).split("\n") == expected
+    assert load_pack("sparge.sampling").verdict(found).split("\n") == expected
 
 
 def test_the_verdict_says_how_near_it_is(load_pack, measured):
-    verdict = load_pack("nodes.verdict").verdict
+    verdict = load_pack("sparge.sampling").verdict
     assert verdict(measured).split("\n")[1] == f"{SHARE}, error 10 %", "as probed"
     (shape,) = measured.report.shapes
     unprobed = replace(shape, probed=torch.full((2, 2), torch.nan))
@@ -353,7 +353,7 @@ def test_the_report_shows_itself(ran, result, report, load_pack, monkeypatch):
     assert shown["text"] == (text,) and shown["images"][0] is image
     details, remark = report.details(found), text.splitlines()[-1]
     assert remark.startswith("No profile was saved: ") and text == f"{details}\n{remark}"
-    two_lines = load_pack("nodes.verdict").verdict(found)
+    two_lines = load_pack("sparge.sampling").verdict(found)
     assert under == f"{remark}\n{two_lines}", "what only this node says comes first"
 
 

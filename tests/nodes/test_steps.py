@@ -166,7 +166,7 @@ def test_steps_spend_their_density(measured_and_profiled, topk, least):
 
 def test_steps_keep_to_the_target(load_pack, measured_and_profiled, monkeypatch):
     target = 0.7  # these heads are hard
-    monkeypatch.setitem(load_pack("nodes.settings").QUALITIES, "fast", target)
+    monkeypatch.setitem(load_pack("sparge.sampling").QUALITIES, "fast", target)
     for _, table in measured_and_profiled(mode="auto quality", quality="fast"):
         assert all(0.8 * target < of_step.mean_error <= target for of_step in table._given())
 

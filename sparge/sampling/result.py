@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ..sparge.tune import LayerMaps, Profile, Report, Tally
+from ..tune import LayerMaps, Profile, Report, Tally
+from .words import PLAIN, HostWords
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +29,8 @@ class RunResult:
     seconds: float = 0.0
     """Seconds of the run from its first pass on; 0 where none came."""
     maps: Mapping[int, LayerMaps] = field(default_factory=dict)
-    """Block maps by layer, of those that the graph asked for."""
+    """Block maps by layer, of those that were asked for."""
+    words: HostWords = PLAIN
 
     @property
     def stopped_early(self) -> bool:

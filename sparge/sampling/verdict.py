@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verdict on a run, for the node: two lines that fit its box. The log and the report say the rest.
+"""Verdict on a run: two lines that fit the box of a node. The log and the report say the rest.
 
 The first line says what the run gained. The second one warns, or gives a reason, or else says how
 much of the attention was computed and how far off it was.
@@ -8,10 +8,10 @@ much of the attention was computed and how far off it was.
 from __future__ import annotations
 
 import textwrap
-from dataclasses import dataclass
 
-from ..sparge.common.whole_graph import has_been_traced
+from ..common.whole_graph import has_been_traced
 from .result import RunResult
+from .words import Why
 
 #: Characters of a line.
 WIDEST = 40
@@ -19,38 +19,8 @@ WIDEST = 40
 FASTER = 1.05
 
 
-@dataclass(frozen=True)
-class Why:
-    """Why nothing was sparse, where the reasons of dense calls do not say it."""
-
-    told: str = ""
-    """For the log."""
-    lines: tuple[str, str] = ("", "")
-    """For the node."""
-
-
-_NO_CALL = "no attention call reached this node; "
 STOPPED = Why("stopped before the first sparse step", ("Stopped before the first sparse step", ""))
 NOT_RUN = Why("the model did not run", ("The model did not run", ""))
-NO_CALLS = Why(
-    f"{_NO_CALL}a node after it replaces the attention, or the model does not offer it (put Sparge "
-    "Attention last, before the sampler)",
-    ("No attention call reached this node", "Put it last, before the sampler"),
-)
-WHOLE_GRAPH = Why(
-    f"{_NO_CALL}torch.compile with fullgraph leaves it no room (turn fullgraph off), or a node "
-    "after it replaces the attention",
-    ("No attention call reached this node", "Turn fullgraph off in the compile node"),
-)
-
-
-def replaced(what: str) -> Why:
-    """what: "clip" or "picture"."""
-    return Why(
-        f"the {what}'s self-attention did not reach this node; another node replaces it, or the "
-        "model computes it in a way of its own",
-        ("Another node replaces the attention", f"of the {what}, or the model does"),
-    )
 
 
 def why_nothing(result: RunResult) -> Why:
@@ -63,8 +33,8 @@ def why_nothing(result: RunResult) -> Why:
     if tally.forwards == 0:
         return NOT_RUN
     if tally.calls == 0:
-        return WHOLE_GRAPH if has_been_traced() else NO_CALLS
-    return replaced(tally.missing) if tally.missing else Why()
+        return result.words.whole_graph if has_been_traced() else result.words.no_calls
+    return result.words.why_replaced(tally.missing) if tally.missing else Why()
 
 
 def first_reason(result: RunResult) -> str:
@@ -73,11 +43,11 @@ def first_reason(result: RunResult) -> str:
     return told or next((reason for reason, _ in result.tally.reasons.most_common(1)), "")
 
 
-def verdict(result: RunResult) -> str:
-    """One line or two, each of at most WIDEST characters."""
+def verdict(result: RunResult, widest: int = WIDEST) -> str:
+    """One line or two, each of at most `widest` characters."""
     why = why_nothing(result)
     lines = why.lines if why.told else (_first(result), _second(result))
-    return "\n".join(textwrap.shorten(line, WIDEST, placeholder=" ...") for line in lines if line)
+    return "\n".join(textwrap.shorten(line, widest, placeholder=" ...") for line in lines if line)
 
 
 def gain(result: RunResult) -> str:

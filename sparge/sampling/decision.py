@@ -6,8 +6,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from ..sparge.tune import MASK
-from .families import TokenLayout
+from ..tune.real_tokens import MASK
+from .layout import TokenLayout
 from .settings import Settings
 
 CROSS_ATTENTION = "cross-attention"

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Seconds of whole sampling runs in pipelines of diffusers, as they are and with sparse attention.
+
+python -m benchmarks.diffusers_run [--models cogvideox-2b mochi] [--steps 20] [--topk 0.2]
+    [--start-percent 0.1] [--native-steps 10] [--mochi-frames 85] [--out FILE]
+python -m benchmarks.diffusers_run --tiny --device cpu    # the script itself, in seconds
+
+Transformers of the published sizes with random bf16 weights, made on the GPU; prompts are random
+embeddings and results are latents, without text encoder and VAE. One prompt, no guidance.
+
+native_seconds are those of a run of --native-steps, all of which are alike, counted for --steps;
+two steps run before. first_seconds and second_seconds are of two runs with
+`sparge.integrations.diffusers.enable`; the first of a machine also compiles the kernels and
+measures the GPU. ratio is native_seconds over second_seconds. diffusers may be anywhere on
+PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.timing import commit, require_kernels
+from sparge.integrations.diffusers import Handle, enable
+from sparge.tune.ways import REFERENCE_VARIABLE
+
+WARM_UP_STEPS = 2
+
+
+@dataclass(frozen=True)
+class Model:
+    """Size of a transformer, and of the clip that it samples."""
+
+    config: dict[str, Any]
+    size: dict[str, int]
+    """Frames, height and width in pixels."""
+    text: int
+    """Tokens of the prompt."""
+    make: Callable[[Any, torch.device], tuple[Any, dict[str, Any]]]
+    """Makes its pipeline around a transformer, and further arguments of a call."""
+    transformer: str
+
+
+def _diffusers() -> Any:
+    return importlib.import_module("diffusers")
+
+
+def _cogvideox(transformer: Any, device: torch.device) -> tuple[Any, dict[str, Any]]:
+    diffusers = _diffusers()
+    parts = {"tokenizer": None, "text_encoder": None, "vae": None}
+    scheduler = diffusers.CogVideoXDDIMScheduler()
+    return diffusers.CogVideoXPipeline(
+        transformer=transformer, scheduler=scheduler, **parts
+    ), {"max_sequence_length": transformer.config.max_text_seq_length}  # fmt: skip
+
+
+def _mochi(transformer: Any, device: torch.device) -> tuple[Any, dict[str, Any]]:
+    diffusers = _diffusers()
+    parts = {"tokenizer": None, "text_encoder": None, "vae": None}
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
+    tokens = transformer.config.max_sequence_length
+    mask = torch.ones(1, tokens, dtype=torch.bool, device=device)
+    return diffusers.MochiPipeline(
+        transformer=transformer, scheduler=scheduler, **parts
+    ), {"prompt_attention_mask": mask}  # fmt: skip
+
+
+MODELS = {
+    "cogvideox-2b": Model(
+        {
+            "num_attention_heads": 30, "attention_head_dim": 64, "in_channels": 16,
+            "out_channels": 16, "num_layers": 30, "text_embed_dim": 4096, "time_embed_dim": 512,
+            "sample_width": 90, "sample_height": 60, "sample_frames": 49, "patch_size": 2,
+            "max_text_seq_length": 226,
+        },
+        {"num_frames": 49, "height": 480, "width": 720}, 226, _cogvideox,
+        "CogVideoXTransformer3DModel",
+    ),
+    "mochi": Model(
+        {
+            "num_attention_heads": 24, "attention_head_dim": 128, "num_layers": 48,
+            "pooled_projection_dim": 1536, "in_channels": 12, "text_embed_dim": 4096,
+            "time_embed_dim": 256, "max_sequence_length": 256, "patch_size": 2,
+        },
+        {"num_frames": 85, "height": 480, "width": 848}, 256, _mochi, "MochiTransformer3DModel",
+    ),
+}  # fmt: skip
+
+
+def tiny(model: Model) -> Model:
+    """The same in little."""
+    text = "max_text_seq_length" if "max_text_seq_length" in model.config else "max_sequence_length"
+    small = {"num_attention_heads": 2, "num_layers": 2, "text_embed_dim": 32, text: 16}
+    if "sample_width" in model.config:
+        small |= {"sample_width": 24, "sample_height": 16, "sample_frames": 17}
+    size = {"num_frames": 17 if "sample_width" in model.config else 25}
+    size |= {"height": 128, "width": 192}
+    return replace(model, config=model.config | small, size=size, text=16)
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """A pipeline on a device, ready to be called."""
+
+    pipe: Any
+    given: dict[str, Any]
+    device: torch.device
+
+    @classmethod
+    def of(cls, model: Model, device: torch.device) -> Sampler:
+        diffusers = _diffusers()
+        torch.manual_seed(0)
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.bfloat16)  # 10 billion weights have no room in float32
+        try:
+            with device:
+                transformer = getattr(diffusers, model.transformer)(**model.config)
+        finally:
+            torch.set_default_dtype(before)
+        transformer = transformer.to(device, torch.bfloat16).eval().requires_grad_(False)
+        pipe, more = model.make(transformer, device)
+        pipe.set_progress_bar_config(disable=True)
+        shape = (1, model.text, model.config["text_embed_dim"])
+        prompt = torch.randn(shape, dtype=torch.bfloat16, device=device)
+        given = {"prompt_embeds": prompt, "guidance_scale": 1.0, **model.size, **more}
+        return cls(pipe, given, device)
+
+    def seconds(self, steps: int) -> tuple[float, Tensor]:
+        """Seconds of a run, and its latents."""
+        generator = torch.Generator().manual_seed(0)
+        started = self._now()
+        with torch.inference_mode():
+            out = self.pipe(
+                num_inference_steps=steps, generator=generator, output_type="latent", **self.given
+            )
+        return self._now() - started, out[0]
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+
+def measure(name: str, model: Model, args: argparse.Namespace) -> dict[str, Any]:
+    """Row of one model: its times, and what the handle says."""
+    sampler = Sampler.of(model, args.device)
+    sampler.seconds(WARM_UP_STEPS)
+    native, _ = sampler.seconds(args.native_steps)
+    native *= args.steps / args.native_steps
+    with enable(
+        sampler.pipe,
+        "auto budget",
+        topk=args.topk,
+        start_percent=args.start_percent,
+        min_tokens=100 if args.tiny else 4096,
+    ) as handle:
+        first, _ = sampler.seconds(args.steps)
+        second, latents = sampler.seconds(args.steps)
+        row = {
+            "model": name, **model.size, "steps": args.steps, "topk": args.topk,
+            "start_percent": args.start_percent, "native_steps": args.native_steps,
+            "native_seconds": native, "first_seconds": first, "second_seconds": second,
+            "ratio": native / second, **_facts(handle),
+            "finite": bool(latents.isfinite().all()),
+        }  # fmt: skip
+    on_gpu = args.device.type == "cuda"
+    row["gpu"] = torch.cuda.get_device_name(args.device) if on_gpu else str(args.device)
+    return row | {"torch": torch.__version__, "commit": args.commit or commit()}
+
+
+def _facts(handle: Handle) -> dict[str, Any]:
+    result = handle.result
+    assert result is not None
+    return {
+        "density": result.report.densities.overall, "sparse": result.tally.sparse,
+        "dense": result.tally.dense, "eight_bit": result.tally.eight_bit, "line": handle.line,
+        "report": handle.report(),
+    }  # fmt: skip
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    about = (__doc__ or "").split("\n\n")
+    parser = argparse.ArgumentParser(
+        description=about[0], formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--native-steps", type=int, default=10)
+    parser.add_argument("--topk", type=float, default=0.2)
+    parser.add_argument("--start-percent", type=float, default=0.1)
+    parser.add_argument("--mochi-frames", type=int, default=85, help="163 takes four times as long")
+    parser.add_argument("--device", type=torch.device, default=torch.device("cuda"))
+    parser.add_argument("--tiny", action="store_true", help="little models, for the script itself")
+    parser.add_argument("--commit", default="", help="in a copy of the repository without history")
+    parser.add_argument("--out", type=Path, help="file that rows are added to")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    args = parse(arguments)
+    if args.device.type == "cuda":
+        require_kernels()
+        args.device = torch.device("cuda", torch.cuda.current_device())
+    else:
+        os.environ.setdefault(REFERENCE_VARIABLE, "1")
+    for name in args.models:
+        model = MODELS[name]
+        if name == "mochi":
+            model = replace(model, size=model.size | {"num_frames": args.mochi_frames})
+        row = measure(name, tiny(model) if args.tiny else model, args)
+        print(row.pop("report"))
+        print(
+            f"{name}: native {row['native_seconds']:.3g} s, first run {row['first_seconds']:.3g} s,"
+            f" second {row['second_seconds']:.3g} s, {row['ratio']:.2f} times as fast"
+        )
+        print(json.dumps(row), flush=True)
+        if args.out:
+            with args.out.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+        gc.collect()  # modules of diffusers hold each other
+        if args.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

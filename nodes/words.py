@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sentences of the node on why nothing was sparse."""
+
+from __future__ import annotations
+
+from ..sparge.sampling import HostWords, Why
+
+_NO_CALL = "no attention call reached this node; "
+
+WORDS = HostWords(
+    no_calls=Why(
+        f"{_NO_CALL}a node after it replaces the attention, or the model does not offer it (put "
+        "Sparge Attention last, before the sampler)",
+        ("No attention call reached this node", "Put it last, before the sampler"),
+    ),
+    whole_graph=Why(
+        f"{_NO_CALL}torch.compile with fullgraph leaves it no room (turn fullgraph off), or a node "
+        "after it replaces the attention",
+        ("No attention call reached this node", "Turn fullgraph off in the compile node"),
+    ),
+    replaced=Why(
+        "the {what}'s self-attention did not reach this node; another node replaces it, or the "
+        "model computes it in a way of its own",
+        ("Another node replaces the attention", "of the {what}, or the model does"),
+    ),
+    unreached="no self-attention of a whole grid reached this node",
+    not_finite_later=(
+        "NaN or inf came into attention in sparse steps: bypass this node and run the same seed to "
+        "see whether the model gives them by itself"
+    ),
+)

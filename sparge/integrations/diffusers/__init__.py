@@ -1,0 +1,12 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sparge Attention in pipelines of diffusers.
+
+handle = sparge.integrations.diffusers.enable(pipe, mode="auto quality", quality="balanced")
+video = pipe(prompt).frames
+print(handle.line)
+"""
+
+from .enable import enable
+from .handle import Handle
+
+__all__ = ["Handle", "enable"]

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One forward pass of a transformer of diffusers: numbers its attention calls by block."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from ...sampling import Dense, Kind, Layer, ServedPass
+from .call import SdpaCall
+
+
+@dataclass(kw_only=True)
+class Forward(ServedPass):
+    """One forward pass; its hooks say which block runs."""
+
+    _calls: Counter[int] = field(default_factory=Counter, repr=False)
+    """Number of the clip's self-attention calls of each block so far."""
+
+    def attend(self, given: SdpaCall, block: int, dense: Dense) -> Tensor:
+        """Result of a call, sparse when nothing speaks against it, else from dense(). block: number
+        of the running one."""
+        facts, numbered = given.facts, bool(self.layout.blocks)
+        kind = facts.kind(self.layout, self.run.settings)
+        counts = kind is not Kind.CROSS and facts.query_tokens >= self.layout.grid_tokens
+        place = block if numbered else 0
+        earlier = self._calls[place]
+        number = block if numbered else earlier  # without blocks each call is a layer
+        layer = Layer(number, self.layout.row(number, earlier), beside=not counts)
+        self._calls[place] += counts
+        return self.serve(given, kind, layer, dense)

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Handle of a pipeline whose attention is sparse: its runs, one a call of the pipeline."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...common.failures import MEANT_FOR_HOST, Failures
+from ...common.whole_graph import has_been_traced
+from ...kernels import capabilities
+from ...kernels.warmup import warm_up
+from ...sampling import Run, RunResult, Settings, Why, details, verdict
+from ...sampling.words import PLAIN
+from ...speed.backend import TORCH
+from ...tune import FAILED, PassFacts, SigmaWindow, fitted
+from .forward import Forward
+from .hooks import TransformerHooks
+from .layout import layout_of
+from .rows import row_of
+from .steps import Prompts, Steps
+
+logger = logging.getLogger("sparge")
+
+NOT_RUN = "The pipeline has not run since it was enabled."
+NO_SCHEDULE = "the scheduler has no timesteps, so the step is not known"
+#: Characters of either part of a line, which no box cuts off.
+_WIDEST = 200
+WORDS = replace(
+    PLAIN,
+    no_calls=Why(
+        "no attention call came: the pipeline's attention backend does not call PyTorch's (set it "
+        'to native: transformer.set_attention_backend("native"))',
+        ("No attention call came", 'Set the attention backend to "native"'),
+    ),
+)
+
+
+class Handle:
+    """Handle that `enable` gives; as a context it is disabled at the end.
+
+    A run begins with the first pass of a call of the pipeline, and is replaced by the next one.
+    """
+
+    def __init__(self, pipe: Any, transformers: list[torch.nn.Module], settings: Settings) -> None:
+        self._pipe, self._settings = pipe, settings
+        self._run: Run | None = None
+        self._steps: Steps | None = None
+        self._prompts = Prompts(pipe)
+        self._hooks = [
+            TransformerHooks(self, transformer, which)
+            for which, transformer in enumerate(transformers)
+        ]
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.disable()
+
+    @property
+    def models(self) -> list[torch.nn.Module]:
+        """Transformers that its hooks are on; none once it is disabled."""
+        return [hooks.model for hooks in self._hooks]
+
+    @property
+    def line(self) -> str:
+        """Verdict on the last run: what it gained and how much was computed, or why nothing was
+        sparse. Waits for the GPU."""
+        result = self.result
+        if result is None:
+            return self._not_run()
+        if result.notes and not result.tally.calls:
+            return f"NOTHING WAS SPARSE; {result.notes[0]}"
+        return verdict(result, _WIDEST).replace("\n", "; ")
+
+    def report(self) -> str:
+        """Lines on the last run: its calls by reason, and what was measured of each layer. Waits
+        for the GPU."""
+        result = self.result
+        return self._not_run() if result is None else details(result)
+
+    def _not_run(self) -> str:
+        return f"{NOT_RUN} Or {WORDS.whole_graph.told}." if has_been_traced() else NOT_RUN
+
+    @property
+    def result(self) -> RunResult | None:
+        """Facts of the last run; None before there is one. Waits for the GPU."""
+        if self._run is None:
+            return None
+        finished = self._steps is None or self._steps.is_last
+        return self._run.result(None, stopped=not finished)
+
+    def disable(self) -> None:
+        """Takes the hooks off. The pipeline is as it was; the last run can still be asked."""
+        for hooks in self._hooks:
+            hooks.remove()
+        self._hooks.clear()
+        if self._run is not None:
+            self._run.session.end()
+
+    def begin_pass(self, hooks: TransformerHooks, given: Mapping[str, Any]) -> Forward | None:
+        """Begins a pass, and a run where it is the first one of a call of the pipeline."""
+        try:
+            return self._begun(hooks, given)
+        except MEANT_FOR_HOST:
+            raise
+        except Exception as error:  # the picture matters more
+            failures = Failures() if self._run is None else self._run.failures
+            failures.tell("a pass of the model was computed dense", error)
+            if self._run is not None:
+                self._run.note(f"passes were dense because of {FAILED}")
+            return None
+
+    def end_pass(self, forward: Forward) -> None:
+        """Ends a pass. In the last step it waits for the GPU, so that the clock is right."""
+        with forward.run.failures.caught("a step was not prepared"):
+            forward.end()
+            if self._steps is not None and self._steps.is_last:
+                device = forward.begun.device
+                if device.type == "cuda":
+                    torch.cuda.current_stream(device).synchronize()
+                forward.run.stop_clock()
+
+    def _begun(self, hooks: TransformerHooks, given: Mapping[str, Any]) -> Forward:
+        hidden: Tensor = given["hidden_states"]
+        row, device = row_of(hooks.model), hidden.device
+        timesteps = getattr(self._pipe.scheduler, "timesteps", None)
+        if not isinstance(timesteps, Tensor):
+            timesteps = None
+        known = self._steps.are_of(timesteps) if self._steps else timesteps is None
+        if self._run is None or not known:
+            self._new_run(device, timesteps)
+        conditioning = self._prompts.of(hooks.pass_name, hidden.shape[0])
+        scale = row.timestep_scale if row else 1.0
+        if self._steps and not self._steps.advance(given["timestep"], scale, conditioning):
+            self._new_run(device, timesteps)  # of a scheduler that keeps its timesteps
+            self._steps.advance(given["timestep"], scale, conditioning)
+        run, steps = self._run, self._steps
+        assert run is not None
+        layout = layout_of(hooks.model, row, given, len(hooks.blocks) or None)
+        unusable = run.meet(layout, device)
+        if steps is None:
+            facts = PassFacts(conditioning, 0, NO_SCHEDULE, which=hooks.which)
+        else:
+            facts = PassFacts(conditioning, steps.now, which=hooks.which)
+            facts = run.window.facts(facts, _level(steps.now, len(steps)), run.schedule)
+        begun = run.session.begin_pass(
+            layout, fitted(run.asked, device), device, facts, usable=unusable is None
+        )
+        return Forward(run=run, layout=layout, begun=begun, unusable=unusable)
+
+    def _new_run(self, device: torch.device, timesteps: Tensor | None) -> Run:
+        """Begins a run. Waits for the kernels."""
+        if self._run is not None:
+            self._run.session.end()
+        self._steps = None if timesteps is None else Steps(timesteps)
+        self._prompts = Prompts(self._pipe)
+        steps = 0 if self._steps is None else len(self._steps)
+        settings = self._settings
+        window = SigmaWindow.of(
+            settings.start_percent, settings.end_percent, lambda percent: steps * (1 - percent)
+        )
+        schedule = [_level(step, steps) for step in range(steps)]
+        run = self._run = Run(settings, window, schedule, backend=TORCH, words=WORDS)
+        if capabilities(device).usable:
+            run.await_kernels(device, lambda: warm_up(device, logger.info).wait(lambda: None))
+        return run
+
+
+def _level(step: int, steps: int) -> float:
+    """Noise level of a step for the window, which goes by shares of the steps."""
+    return float(steps - step)

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layout of one forward pass of a transformer of diffusers, and its blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from ...order.grid import TokenGrid
+from ...sampling import TokenLayout
+from ...tune import TextPosition
+from .rows import Row, Tokens
+
+#: Attributes that hold the blocks: one list, or one of double-stream and one of single-stream ones.
+BLOCK_LISTS = ("transformer_blocks", "single_transformer_blocks", "blocks")
+NO_ROW = "{name} is not known here: its tokens stay in the order they come, and text is not exact"
+
+
+def blocks_of(model: Any) -> list[nn.Module]:
+    """Blocks of a model, in the order they run."""
+    lists = (getattr(model, name, None) for name in BLOCK_LISTS)
+    return [block for blocks in lists if isinstance(blocks, nn.ModuleList) for block in blocks]
+
+
+def layout_of(
+    model: Any, row: Row | None, given: Mapping[str, Any], blocks: int | None
+) -> TokenLayout:
+    """Layout of a pass. given: arguments of the forward pass by name; blocks: number of the
+    model's, None where it has none that are known here."""
+    if row is None:
+        name = type(model).__name__
+        return TokenLayout(family=name, blocks=blocks, remark=NO_ROW.format(name=name))
+    tokens = row.tokens(model.config, given)
+    if tokens is None:
+        return TokenLayout(family=row.name, text=row.text, blocks=blocks)
+    return TokenLayout(
+        family=row.name,
+        text=row.text,
+        grid=tokens.grid,
+        tokens=_sequence(row, tokens),
+        blocks=blocks,
+        heads=model.config.num_attention_heads,
+        calls=tokens.calls,
+        context=tokens.text,
+        masked=tokens.masked,
+    )
+
+
+def _sequence(row: Row, tokens: Tokens) -> TokenGrid:
+    before = tokens.text if row.text is TextPosition.FIRST else 0
+    after = tokens.text if row.text is TextPosition.LAST else 0
+    return TokenGrid(*tokens.grid, prefix=before, suffix=after, tail=tokens.tail)

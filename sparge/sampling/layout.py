@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokens and layers of one forward pass, as far as a host knows them before its calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..tune.sequences import Sequences
+
+#: Number of a layer that the numbers of dense_blocks never mean.
+UNNUMBERED = -1
+#: Rows for the layers of a model that cannot be counted: more than any has.
+_UNCOUNTED_ROWS = 256
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Layer that a call is of."""
+
+    number: int
+    row: int
+    """Row of the layer, as in `TokenLayout.row`."""
+    beside: bool = False
+    """Whether it is the attention of text or sound in a layer, as far as is known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenLayout(Sequences):
+    """Facts about the tokens and layers of one forward pass. It is a `sparge.tune.Layout`.
+
+    Attributes:
+        family: the model's name for the user.
+        blocks: layers (transformer blocks) that have numbers, from 0; None where not known.
+        refiners: layers that run before them and have no number.
+        heads: attention heads; None when they are not known before a call.
+        calls: most self-attention calls under one layer number.
+        context: tokens of text that the model is given.
+        remark: what sparse runs of a model without a row say; "" with one.
+        layers: about how many self-attentions a model has whose `blocks` are not known.
+    """
+
+    family: str
+    blocks: int | None = None
+    refiners: int = 0
+    heads: int | None = None
+    calls: int = 2
+    context: int = 0
+    remark: str = ""
+    layers: int | None = None
+
+    @property
+    def rows(self) -> int:
+        """Number of rows of tables that hold one for each self-attention layer, as `row` numbers
+        them."""
+        if not self.blocks:
+            return _UNCOUNTED_ROWS
+        return self.calls * self.blocks + self.refiners
+
+    def row(self, layer: int, earlier_calls: int) -> int:
+        """Row of a self-attention call in `layer` after `earlier_calls` others there.
+
+        Each further call has a row of its own: the control layers of Wan VACE call under the number
+        of the layer that they steer. The row is `rows` or more when there is no room for it.
+        """
+        if self.blocks and earlier_calls >= self.calls:
+            return self.rows
+        return layer + earlier_calls * (self.blocks or 0)
+
+    def refiner_row(self, refiner: int) -> int:
+        """Row of a layer that has no number."""
+        return self.calls * (self.blocks or 0) + refiner

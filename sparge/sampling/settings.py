@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings of a run as one frozen value, and their defaults."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from ..policy import SparsePolicy
+from ..tune.aim import Aim
+from ..tune.layer_spans import LayerSpans
+
+# These texts are in saved graphs of ComfyUI: only append. A new node starts with the first.
+AUTO_QUALITY = "auto quality"
+AUTO_BUDGET = "auto budget"
+MANUAL = "manual"
+MODES = [AUTO_QUALITY, AUTO_BUDGET, MANUAL]
+#: Target errors: mean relative L2 error of the heads' outputs, each by its head weight
+#: (`SettingsTable.head_weight`; docs/experiments.md, Targets of the qualities).
+QUALITIES = {"high": 0.03, "balanced": 0.05, "fast": 0.08}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of one run, in the order of the node's widgets; what a mode does not use has its
+    default."""
+
+    mode: str = MANUAL
+    quality: str = "balanced"
+    topk: float = 0.5
+    pvthreshd: float = 50.0  # off
+    select_by: str = "topk"
+    cdfthreshd: float = 0.98
+    simthreshd1: float = -0.1
+    start_percent: float = 0.2
+    end_percent: float = 1.0
+    min_tokens: int = 4096
+    dense_blocks: str = ""
+    exact_dense: bool = False
+
+    def __post_init__(self) -> None:
+        """Checks the values where a run is asked for, not steps later. Raises ValueError."""
+        for name, options in (("mode", MODES), ("quality", list(QUALITIES))):
+            if getattr(self, name) not in options:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it takes one of {options}.")
+        for name in ("topk", "start_percent", "end_percent"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it takes a number from 0 to 1.")
+        self.policy()
+        LayerSpans.parse(self.dense_blocks)
+
+    @cached_property
+    def aim(self) -> Aim | None:
+        """Aim for measured heads; None in manual mode, which measures nothing."""
+        if self.mode == AUTO_QUALITY:
+            return Aim("quality", QUALITIES[self.quality])
+        return Aim("budget", self.topk) if self.mode == AUTO_BUDGET else None
+
+    @cached_property
+    def dense_layers(self) -> LayerSpans:
+        return LayerSpans.parse(self.dense_blocks)
+
+    def policy(self) -> SparsePolicy:
+        """Policy without the text, which calls have in different places."""
+        return SparsePolicy(
+            # A measured head keeps a share of the blocks, never one of the mass.
+            select_by="topk" if self.aim else self.select_by,
+            topk=self.topk,
+            cdfthreshd=self.cdfthreshd,
+            simthreshd1=self.simthreshd1,
+            pvthreshd=self.pvthreshd,
+        )

@@ -1,0 +1,348 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pipelines of diffusers with sparse attention: tiny ones with random weights, on the CPU."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+REASON = "needs diffusers, transformers and accelerate (requirements-dev.txt)"
+diffusers: Any = pytest.importorskip("diffusers", reason=REASON)
+pytest.importorskip("transformers", reason=REASON)
+
+import sparge  # noqa: E402
+from sparge.integrations.diffusers import enable  # noqa: E402
+from sparge.integrations.diffusers.rows import ROWS  # noqa: E402
+from sparge.tune import Session  # noqa: E402
+from tests.integrations import tiny_pipelines  # noqa: E402
+from tests.integrations.tiny_pipelines import ALL, TEXT, drawn  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("reference_allowed", "no_mode_left")
+
+diffusers.logging.set_verbosity_error()
+#: Settings with which tiny calls may be sparse.
+TINY: dict[str, Any] = {"min_tokens": 100, "start_percent": 0.0}
+#: Relative error of latents after a few steps where everything is kept in 8 bits.
+EIGHT_BIT = 0.03
+STEPS = 3
+ROOT = Path(__file__).resolve().parents[2]
+#: Self-attention calls of the clip in one step, with the negative prompt.
+CALLS = {
+    "CogVideoX": 2, "CogVideoX 1.5": 2, "Mochi": 4, "Wan 2.1": 4, "Wan 2.2": 4, "HunyuanVideo": 4,
+    "LTX": 2, "Flux": 4, "SD3.5": 3, "Allegro": 2,
+}  # fmt: skip
+IN_ONE_BATCH = {"CogVideoX", "CogVideoX 1.5", "Mochi", "LTX", "SD3.5", "Allegro"}
+
+every = pytest.mark.parametrize("name", ALL)
+
+
+def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((got.float() - expected.float()).norm() / expected.float().norm())
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Facts of the passes that sessions began, and their layouts."""
+    begin, seen = Session.begin_pass, []
+
+    def watched(session: Session, layout: Any, policy: Any, device: Any, facts: Any, **kw: Any):
+        seen.append(SimpleNamespace(facts=facts, layout=layout))
+        return begin(session, layout, policy, device, facts, **kw)
+
+    monkeypatch.setattr(Session, "begin_pass", watched)
+    return seen
+
+
+@every
+def test_all_kept_is_native_to_8_bits_and_disabled_it_is_native(name: str) -> None:
+    tiny = ALL[name]()
+    native = tiny(2)
+    handle = enable(tiny.pipe, "manual", topk=1.0, **TINY)
+    got, calls = tiny(2), 2 * CALLS[name]
+    assert 0 < relative_error(got, native) < EIGHT_BIT
+    assert handle.result is not None and handle.result.tally.sparse == calls
+    assert handle.result.tally.dense == 0 and handle.result.notes == ()
+    said = f"{calls} of {calls} calls were sparse; 100 % of attention computed"
+    assert handle.line == said
+    handle.disable()
+    assert torch.equal(tiny(2), native), "as if nothing had been there"
+
+
+@every
+def test_text_is_exact_where_it_stands_and_the_clip_has_its_grid(
+    name: str, served: list[Any], passes: list[Any]
+) -> None:
+    """Text is where queries of the first block change with the prompt."""
+    tiny = ALL[name]()
+    with enable(tiny.pipe, "manual", topk=0.5, dense_blocks="1", **TINY):
+        tiny(2)
+        call = int(name == "Mochi")  # which calls for the negative prompt first
+        first, calls = served[call], len(served)
+        tiny(2, prompt_embeds=drawn(1, TEXT, tiny_pipelines.WIDTH, seed=9))
+    other = served[calls + call].q
+    changed = (first.q != other).any(-1).any(1)[-1]  # of a batch the last is the positive prompt
+    before, after = tiny.text
+    expected = torch.zeros_like(changed)
+    expected[:before] = True
+    expected[len(expected) - after :] = after > 0
+    assert torch.equal(changed, expected), "the prompt's own tokens"
+    (grid,) = {each.layout.grid for each in passes}
+    assert grid == tiny.grid
+    assert (first.policy.exact_prefix, first.policy.exact_suffix) == (before, after)
+    assert first.order is not None and first.order.tokens == first.q.shape[2]
+
+
+@every
+def test_prompts_and_steps_are_numbered(name: str, passes: list[Any]) -> None:
+    tiny, texts = ALL[name](), []
+
+    def look(module: Any, args: Any, kwargs: Any) -> None:
+        texts.append(kwargs["encoder_hidden_states"])
+
+    for model in tiny.transformers:
+        model.register_forward_pre_hook(look, with_kwargs=True)
+    with enable(tiny.pipe, "manual", min_tokens=1 << 20, start_percent=0.34):
+        tiny(STEPS)
+    in_batch, (prompt,) = name in IN_ONE_BATCH, tiny.given["prompt_embeds"]
+    assert len(passes) == len(texts) == (STEPS if in_batch else 2 * STEPS)
+    for each, text in zip(passes, texts, strict=True):
+        positive = [torch.equal(entry.view(TEXT, -1), prompt) for entry in text]
+        assert [number == 0 for number in each.facts.conditioning] == positive
+    facts = [each.facts for each in passes]
+    a_step = 1 if in_batch else 2
+    assert [each.step for each in facts] == [x for x in range(STEPS) for _ in range(a_step)]
+    dense = [each.why_dense is not None for each in facts]
+    assert dense == [each.step < 2 for each in facts], "a third of three steps, and the next one"
+    assert [each.is_last_dense for each in facts] == [each.step == 1 for each in facts]
+
+
+@pytest.mark.parametrize("name", ["CogVideoX", "Mochi", "HunyuanVideo", "SD3.5"])
+def test_a_budget_is_kept_by_measured_heads(name: str) -> None:
+    tiny = ALL[name]()
+    with enable(tiny.pipe, "auto budget", topk=0.5, min_tokens=100, start_percent=0.25) as handle:
+        tiny(4)
+    result = handle.result
+    assert result is not None and result.tally.sparse == 3 * CALLS[name]
+    assert result.report.densities.overall == pytest.approx(0.5, abs=0.06)
+    probed, predicted = (result.report.mean_error(x) for x in ("probed", "predicted"))
+    assert probed is not None and predicted is not None and 0.01 < predicted < 0.5
+    by_step = result.report.by_step.nanmean(0)
+    assert by_step[0] == 1 and (by_step[1:] < 0.7).all()
+    assert "error" in handle.line and "Density by step, %: 100" in handle.report()
+
+
+def test_a_quality_is_met() -> None:
+    tiny, errors = ALL["Wan 2.1"](), {}
+    for quality in ("high", "fast"):
+        with enable(tiny.pipe, quality=quality, min_tokens=100, start_percent=0.25) as handle:
+            tiny(4)
+        assert handle.result is not None and handle.result.tally.sparse == 3 * CALLS["Wan 2.1"]
+        errors[quality] = handle.result.report.mean_error("predicted")
+    assert errors["high"] <= 0.031 < errors["fast"] <= 0.081
+
+
+def test_both_transformers_of_wan_2_2_are_measured_apart(passes: list[Any]) -> None:
+    tiny = ALL["Wan 2.2"]()
+    with enable(tiny.pipe, "auto budget", topk=0.5, min_tokens=100, start_percent=0.2) as handle:
+        tiny(6)
+    models = [each.facts.which for each in passes]
+    assert models == sorted(models) and models.count(0) == models.count(1) == 6
+    result = handle.result
+    assert result is not None and len(result.report.shapes) == 2
+    assert result.tally.reasons["measuring"] == CALLS["Wan 2.2"], "one step of the second one"
+    assert result.tally.sparse == 3 * CALLS["Wan 2.2"]
+
+
+def test_a_call_of_the_pipeline_is_a_run_and_repeats_its_bits() -> None:
+    tiny = ALL["Wan 2.1"]()
+    with enable(tiny.pipe, "auto budget", topk=0.5, min_tokens=100) as handle:
+        assert "has not run" in handle.line and handle.result is None
+        first = tiny(3)
+        one = handle.result
+        assert torch.equal(tiny(3), first)
+        again = handle.result
+        assert one is not None and again is not None and one.tally is not again.tally
+        assert one.tally.sparse == again.tally.sparse and not again.stopped
+        tiny(3, guidance=1.0)
+        alone = handle.result
+        assert alone is not None and 2 * alone.tally.calls == one.tally.calls
+
+
+def test_an_error_in_a_block_leaves_nothing_behind() -> None:
+    tiny = ALL["CogVideoX"]()
+    native = tiny(2)
+    with enable(tiny.pipe, "manual", topk=1.0, **TINY) as handle:
+        failing = tiny.pipe.transformer.transformer_blocks[1].attn1.to_out[0]
+        hook = failing.register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            tiny(2)
+        assert torch.overrides._get_current_function_mode_stack() == []
+        assert handle.result is not None and handle.result.stopped
+        hook.remove()
+        assert relative_error(tiny(2), native) < EIGHT_BIT
+        assert not handle.result.stopped and handle.result.tally.sparse == 4
+    assert torch.equal(tiny(2), native)
+
+
+def test_an_error_of_ours_costs_no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = ALL["CogVideoX"]()
+    native = tiny(2)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise AttributeError("no such thing")
+
+    monkeypatch.setattr("sparge.integrations.diffusers.handle.layout_of", fail)
+    with enable(tiny.pipe, "manual", **TINY) as handle:
+        assert torch.equal(tiny(2), native)
+    assert "an error of Sparge Attention" in handle.line
+
+
+def test_a_second_enable_replaces_the_first() -> None:
+    tiny = ALL["Wan 2.1"]()
+    first = enable(tiny.pipe, "manual", topk=0.2, **TINY)
+    second = enable(tiny.pipe, "manual", policy=sparge.SparsePolicy(topk=0.5), **TINY)
+    tiny(1)
+    assert first.result is None and first.models == []
+    assert second.result is not None
+    assert second.result.report.densities.overall == pytest.approx(0.5, abs=0.1)
+    first.disable()
+    second.disable()
+    assert not tiny.pipe.transformer._forward_hooks
+
+
+def test_a_pipeline_that_is_dropped_is_freed() -> None:
+    tiny = ALL["Wan 2.1"]()
+    enable(tiny.pipe, "manual", **TINY)
+    tiny(1)
+    model = weakref.ref(tiny.pipe.transformer)
+    del tiny
+    gc.collect()
+    assert model() is None
+
+
+@pytest.mark.parametrize("failure", [None, "a kernel did not compile (see the log)"])
+def test_a_run_waits_for_the_kernels(monkeypatch: pytest.MonkeyPatch, failure: str | None) -> None:
+    tiny, asked = ALL["Wan 2.1"](), []
+    native = tiny(1)
+    ready = SimpleNamespace(usable=True, arch="", note="")
+    for name, stand_in in {
+        "integrations.diffusers.handle.capabilities": lambda device: ready,
+        "integrations.diffusers.handle.warm_up": lambda device, show: SimpleNamespace(
+            wait=lambda check: failure
+        ),
+        "sampling.run.speed_table": lambda device, backend: asked.append(backend.name),
+    }.items():
+        monkeypatch.setattr(f"sparge.{name}", stand_in)
+    with enable(tiny.pipe, "manual", topk=1.0, **TINY) as handle:
+        got = tiny(1)
+    if failure is None:
+        assert asked == ["attention_pytorch"] and 0 < relative_error(got, native) < EIGHT_BIT
+    else:
+        assert asked == [] and torch.equal(got, native)
+        assert handle.line == f"NOTHING WAS SPARSE; {failure}"
+
+
+def test_own_loops_second_order_and_masks_of_heads(passes: list[Any]) -> None:
+    """A loop around a transformer, with a scheduler that evaluates it twice a step, and Allegro's
+    mask, which is added and repeated for each head."""
+    tiny = ALL["Allegro"]()
+    scheduler = diffusers.FlowMatchHeunDiscreteScheduler()
+    pipe = SimpleNamespace(transformer=tiny.pipe.transformer, scheduler=scheduler)
+    scheduler.set_timesteps(3)
+    hidden = drawn(1, 4, 5, 16, 24, seed=1)
+    given = {
+        "encoder_hidden_states": drawn(1, TEXT, tiny_pipelines.WIDTH, seed=2),
+        "encoder_attention_mask": tiny_pipelines.mask(TEXT),
+        "image_rotary_emb": tiny.pipe._prepare_rotary_positional_embeddings(1, 128, 192, 5, "cpu"),
+        "attention_mask": torch.ones(1, 5, 16, 24),
+    }
+    with enable(pipe, "manual", topk=0.5, **TINY) as handle, torch.inference_mode():
+        for t in scheduler.timesteps:
+            pipe.transformer(hidden, timestep=t.expand(1), **given)
+    assert [each.facts.step for each in passes] == [0, 1, 2, 3, 4]
+    assert handle.result is not None and not handle.result.stopped
+    assert handle.result.tally.sparse == 2 * 5 and not handle.result.tally.reasons
+
+
+def test_a_model_without_a_row_is_told() -> None:
+    class Other(torch.nn.Module):
+        def forward(self, hidden_states: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
+            x = hidden_states
+            return torch.nn.functional.scaled_dot_product_attention(x, x, x)
+
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
+    pipe = SimpleNamespace(transformer=Other(), scheduler=scheduler)
+    hidden = drawn(1, 2, 512, 64, seed=1)
+    with enable(pipe, "manual", topk=0.5, **TINY) as handle:
+        scheduler.timesteps = None
+        for _ in range(2):
+            pipe.transformer(hidden, torch.ones(1))
+        assert handle.result is not None and handle.result.tally.dense == 2
+        assert handle.line.startswith("NOTHING WAS SPARSE; the scheduler has no timesteps")
+        scheduler.timesteps = torch.tensor([1000.0])
+        pipe.transformer(hidden, scheduler.timesteps)
+    assert handle.result is not None and handle.result.tally.sparse == 1
+    assert "Other is not known here" in handle.line
+
+
+def test_offloaded_and_replaced_modules_do_not_matter() -> None:
+    accelerate = pytest.importorskip("accelerate", reason=REASON)
+
+    class Adapted(torch.nn.Module):
+        """Linear layer with an adapter, as LoRA puts in its place."""
+
+        def __init__(self, base: torch.nn.Linear) -> None:
+            super().__init__()
+            self.base_layer, self.change = base, torch.nn.Linear(128, 128).bfloat16()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.base_layer(x) + self.change(x)
+
+    tiny = ALL["Wan 2.1"]()
+    with enable(tiny.pipe, "manual", topk=0.5, **TINY) as handle:
+        plain = tiny(2)
+        model = tiny.pipe.transformer
+        model.blocks[0].attn1.to_q = Adapted(model.blocks[0].attn1.to_q)
+        adapted = tiny(2)
+        accelerate.cpu_offload(model, execution_device=torch.device("cpu"), offload_buffers=True)
+        assert model.blocks[0].attn1.to_q.change.weight.is_meta
+        assert torch.equal(tiny(2), adapted) and not torch.equal(adapted, plain)
+        assert handle.result is not None and handle.result.tally.sparse == 2 * CALLS["Wan 2.1"]
+
+
+def test_what_enable_takes_is_checked() -> None:
+    tiny = ALL["Wan 2.1"]()
+    with pytest.raises(ValueError, match="mode is 'auto'; it takes one of"):
+        enable(tiny.pipe, "auto")
+    with pytest.raises(ValueError, match='policy is given with mode "auto quality"; it is for'):
+        enable(tiny.pipe, policy=sparge.SparsePolicy())
+    with pytest.raises(ValueError, match="SimpleNamespace has no transformer and scheduler"):
+        enable(SimpleNamespace(unet=tiny.pipe.transformer))
+    assert not tiny.pipe.transformer._forward_hooks
+
+
+def test_the_document_lists_every_row() -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs/hosts/diffusers.md").read_text("utf-8")
+    table = text.split("| transformer | text | remarks |")[1].split("\n\n")[0]
+    said = {
+        line.split(" | ")[0].strip("| "): line.split(" | ")[1] for line in table.split("\n")[2:]
+    }
+    assert said == {row.name: row.text.value for row in ROWS.values()}
+
+
+def test_the_library_does_not_import_diffusers() -> None:
+    """Nor does the integration itself, which knows pipelines by their attributes."""
+    code = (
+        "import sys, sparge, sparge.integrations.diffusers; assert 'diffusers' not in sys.modules"
+    )
+    subprocess.run(
+        [sys.executable, "-c", code], check=True, cwd=Path(__file__).resolve().parents[2]
+    )

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pipelines of diffusers whose transformer torch.compile traces, with sparse attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+REASON = "needs diffusers and transformers (requirements-dev.txt)"
+pytest.importorskip("diffusers", reason=REASON)
+pytest.importorskip("transformers", reason=REASON)
+
+from sparge.common import whole_graph  # noqa: E402
+from sparge.integrations.diffusers import enable  # noqa: E402
+from tests.integrations.tiny_pipelines import ALL, Tiny  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("reference_allowed", "no_mode_left", "fresh_dynamo")
+
+STEPS = 2
+SETTINGS: dict[str, Any] = {"topk": 0.5, "min_tokens": 100, "start_percent": 0.5}
+
+
+@pytest.fixture
+def fresh_dynamo(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(whole_graph, "_traced", set())
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def wrapped(tiny: Tiny, fullgraph: bool = False) -> None:
+    compiled = torch.compile(tiny.pipe.transformer, backend="eager", fullgraph=fullgraph)
+    tiny.pipe.transformer = compiled
+
+
+def in_place(tiny: Tiny, fullgraph: bool = False) -> None:
+    tiny.pipe.transformer.compile(backend="eager", fullgraph=fullgraph)
+
+
+def by_block(tiny: Tiny, fullgraph: bool = False) -> None:
+    tiny.pipe.transformer.compile_repeated_blocks(backend="eager", fullgraph=fullgraph)
+
+
+@pytest.mark.parametrize(
+    ("compiled", "first", "mode", "name"),
+    [
+        (wrapped, False, "manual", "CogVideoX"),
+        (by_block, True, "auto budget", "Wan 2.1"),
+    ],
+)
+def test_a_compiled_model_gives_the_same_bits(
+    compiled: Callable[..., None], first: bool, mode: str, name: str
+) -> None:
+    """In blocks compiled or not, attention is outside of the graphs."""
+    tiny = ALL[name]()
+    with enable(tiny.pipe, mode, **SETTINGS) as handle:
+        expected = tiny(STEPS)
+    assert handle.result is not None
+    calls = handle.result.tally.sparse
+    if first:
+        compiled(tiny)
+    with enable(tiny.pipe, mode, **SETTINGS) as handle:
+        if not first:
+            compiled(tiny)
+        assert torch.equal(tiny(STEPS), expected)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+        assert handle.result is not None and handle.result.tally.sparse == calls > 0
+
+
+@pytest.mark.parametrize(("compiled", "first"), [(by_block, True), (in_place, False)])
+def test_a_whole_graph_is_dense_and_says_so(compiled: Callable[..., None], first: bool) -> None:
+    tiny = ALL["Wan 2.1"]()
+    native = tiny(STEPS)
+    if first:
+        compiled(tiny, fullgraph=True)
+    with enable(tiny.pipe, "manual", **SETTINGS) as handle:
+        if not first:
+            compiled(tiny, fullgraph=True)
+        assert torch.equal(tiny(STEPS), native)
+        assert "ompile without fullgraph" in handle.line
