@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..sparge.sampling.verdict import FASTER
-from ..sparge.speed import ShapeTimes, Size
+from ..sparge.speed import MeasuringCost, ShapeTimes, Size
 from .sparge_attention import START_OF_NEW_NODES
 
 #: Densities that are timed, and the one of the first line.
@@ -26,6 +26,8 @@ class ExpectedRun:
     """Seconds of a step without Sparge Attention."""
     times: ShapeTimes
     steps: int
+    measuring: MeasuringCost | None = None
+    """Cost of measuring heads; None where it is not known, and then not counted."""
 
     @property
     def without(self) -> float:
@@ -34,12 +36,26 @@ class ExpectedRun:
 
     def seconds(self, density: float) -> float:
         """Seconds at a mean density in the sparse steps; calls that sparse would not speed up stay
-        dense."""
-        dense = round(self.steps * START_OF_NEW_NODES)
-        sparse = min(self.times.sparse[density], self.times.dense)
-        attention = dense * self.times.dense + (self.steps - dense) * sparse
+        dense, and all of them where measuring heads does not pay."""
         rest = max(0.0, self.step_seconds - self.calls * self.times.exact)
-        return self.steps * rest + self.calls * attention
+        sparse = self._sparse_steps if self._measuring_pays else 0
+        least = min(self.times.sparse[density], self.times.dense)
+        attention = (self.steps - sparse) * self.times.dense + sparse * least
+        measuring = self.measuring.seconds(1) if self.measuring and sparse else 0.0
+        return self.steps * rest + self.calls * (attention + measuring)
+
+    @property
+    def _sparse_steps(self) -> int:
+        return self.steps - round(self.steps * START_OF_NEW_NODES)
+
+    @property
+    def _measuring_pays(self) -> bool:
+        if self.measuring is None:
+            return True
+        saved = self._sparse_steps * (self.times.dense - min(self.times.sparse.values()))
+        return self.measuring.pays(
+            heads=self.calls * self.size.heads, measurements=self.calls, saved=saved
+        )
 
     def verdict(self) -> str:
         """Two lines for the node."""

@@ -10,7 +10,7 @@ from comfy_api.latest import io
 
 from ..sparge import KernelBuildError, TokenGrid, Unsupported, capabilities
 from ..sparge.kernels.warmup import warm_up
-from ..sparge.speed import Size, speed_table, time_shape
+from ..sparge.speed import MeasuringCost, Size, speed_table, time_shape
 from . import host
 from .expected_run import DENSITIES, ExpectedRun
 from .families import token_layout
@@ -69,7 +69,7 @@ class SpargeGPUBenchmark(io.ComfyNode):
             return cls._shown(NO_ATTENTION)
         backend = host.exact_backend()
         try:
-            speed_table(device, backend)  # it names what 8-bit calls of this process compute with
+            table = speed_table(device, backend)  # it names the operand types of 8-bit calls too
             times = time_shape(
                 _grid(model, latent, size), size.heads, size.head_dim, device, backend, DENSITIES
             )
@@ -77,7 +77,9 @@ class SpargeGPUBenchmark(io.ComfyNode):
             return cls._shown(NO_MEMORY)
         except (Unsupported, KernelBuildError) as error:
             return cls._shown(f"Nothing can be made faster here: {error}")
-        run = ExpectedRun(size, called.calls[size], called.seconds, times, steps)
+        rates = table.of(size.head_dim) if table else None
+        cost = MeasuringCost(rates.sparse, size, times.dense, calls=1) if rates else None
+        run = ExpectedRun(size, called.calls[size], called.seconds, times, steps, cost)
         return cls._shown(run.details(torch.cuda.get_device_name(device)), run)
 
     @classmethod

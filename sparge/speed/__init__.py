@@ -3,6 +3,7 @@
 
 from .backend import TORCH, Backend
 from .kept import known_table, speed_table
+from .measuring_cost import MeasuringCost
 from .one_shape import ShapeTimes, time_shape
 from .table import Cost, Size, SpeedTable, Times
 
@@ -10,6 +11,7 @@ __all__ = [
     "TORCH",
     "Backend",
     "Cost",
+    "MeasuringCost",
     "ShapeTimes",
     "Size",
     "SpeedTable",

@@ -35,7 +35,7 @@ MOST_INSTRUCTIONS = {
     ("sm_89", 128): 501,
     ("sm_120a", 128): 538,
 }
-#: Copies of a tile. The scales of a tile, which one thread copies, are counted beside them where they
+#: Copies of a tile. Its scales, which one thread copies, are counted beside them where they
 #: are predicated.
 COPIES = {
     ("sm_86", 64): 4,

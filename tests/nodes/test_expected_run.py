@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -39,6 +40,19 @@ def test_no_way_is_taken_that_is_slower(make) -> None:
     assert make(eight_bit=0.2, sparse=0.3).seconds(0.2) == pytest.approx(40)
     assert make(sparse=0.3).seconds(0.2) == pytest.approx(20 + 20 * 0.5)
     assert make(eight_bit=0.2, sparse=0.3).verdict().startswith("Nothing to gain: 40 s as it is")
+
+
+def test_where_measuring_does_not_pay_all_steps_are_dense(load_pack, make) -> None:
+    speed = load_pack("sparge.speed")
+
+    def measured(launch: float) -> Any:
+        run = make()
+        cost = speed.Cost(host=0.0, launch=launch, token=0.0, pair=0.0)
+        return replace(run, measuring=speed.MeasuringCost(cost, run.size, run.times.dense, 1))
+
+    # 18 sparse steps save 0.04 s a call each; a measurement takes four launches.
+    assert measured(0.01).seconds(0.2) == pytest.approx(make().seconds(0.2) + 10 * 0.04)
+    assert measured(1.0).seconds(0.2) == pytest.approx(20 + 20 * 0.5)
 
 
 def test_bars_are_as_long_as_their_times(load_pack, make) -> None:
