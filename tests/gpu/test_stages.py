@@ -18,7 +18,7 @@ from sparge.blocks import KEY_BLOCK
 from sparge.common.metrics import rel_l2
 from sparge.kernels import Element
 from sparge.kernels.spec import HEAD_DIMS
-from sparge.reference.arithmetic import E4M3_MAX, OnlineSoftmax
+from sparge.reference.arithmetic import E4M3_MAX, UINT8_MAX, OnlineSoftmax
 from sparge.stages.launch import quantize
 from sparge.stages.rules import QuantizeRules
 from sparge.stages.workspace import CallShape, WorkspaceLayout
@@ -169,3 +169,32 @@ def test_codes_of_p_on_hopper(head_dim: int, force) -> None:
     assert found[..., KEY_BLOCK:].abs().sum() == 0
     assert off(HOPPER_8BIT.softmax).float().mean() <= 1e-3
     assert off(replace(HOPPER_8BIT.softmax, fixed_exp2=False)).float().mean() > 1e-2
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_levels_of_integer_p(head_dim: int, force) -> None:
+    """V of one key a channel shows the levels of P, all 256 of them, and row sums are of the same.
+
+    The second block's keys are as in the test above.
+    """
+    kernels = Kernels(Element.INT8_INT8)
+    force(kernels)
+    slopes = torch.linspace(4, 12, 256, device="cuda")
+    q = slopes[:, None].expand(256, head_dim)[None, None].bfloat16().contiguous()
+    ramp = torch.cat([torch.linspace(0, 1, KEY_BLOCK), torch.full((KEY_BLOCK,), 16.0)]).cuda()
+    k = -ramp[:, None].expand(2 * KEY_BLOCK, head_dim)[None, None].bfloat16().contiguous()
+    v = torch.eye(KEY_BLOCK, head_dim, device="cuda").bfloat16()
+    v = torch.cat([v, -v])[None, None]
+    policy = SparsePolicy(topk=1.0, smooth_k=False)
+    found = attention_partials(q, k, v, policy, scale=1 / head_dim)
+    levels = found.out_sum[..., :KEY_BLOCK] * UINT8_MAX
+    assert (levels - levels.round()).abs().max() <= 1e-3, "P is whole levels"
+    torch.testing.assert_close(found.row_sum * UINT8_MAX, levels.sum(-1), rtol=1e-6, atol=1e-2)
+
+    quantized = reference.quantize_qkv(q, k, v, element=kernels.element, smooth_k=False)
+    emulated = reference.attend(quantized, make_plan(q, k, policy).kept(), scale=1 / head_dim)
+    expected = (emulated.unnormalised[..., :KEY_BLOCK] * UINT8_MAX).round()
+    assert expected.unique().numel() > 200
+    # An exponential may be off by two units of its last place, and so round to the other level.
+    assert (levels.round() != expected).float().mean() <= 1e-3
+    assert (levels.round() - expected).abs().max() <= 1
