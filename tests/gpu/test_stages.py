@@ -140,6 +140,20 @@ def test_hopper_errs_hardly_more_than_mma_sync(
     assert error(kernels) <= most * error(Kernels(kernels.element))
 
 
+def one_key_a_channel(
+    head_dim: int, slopes: tuple[float, float], far: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """256 queries and two key blocks: logits fall along the first from 0 to minus the
+    row's slope, and those of the second are `far` times as low. V is 1 in a channel of each key,
+    and -1 in the second block, so that its mean is 0."""
+    of_rows = torch.linspace(*slopes, 256, device="cuda")
+    q = of_rows[:, None].expand(256, head_dim)[None, None].bfloat16().contiguous()
+    ramp = torch.cat([torch.linspace(0, 1, KEY_BLOCK), torch.full((KEY_BLOCK,), far)]).cuda()
+    k = -ramp[:, None].expand(2 * KEY_BLOCK, head_dim)[None, None].bfloat16().contiguous()
+    v = torch.eye(KEY_BLOCK, head_dim, device="cuda").bfloat16()
+    return q, k, torch.cat([v, -v])[None, None]
+
+
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_codes_of_p_on_hopper(head_dim: int, force) -> None:
     """V of one key a channel shows P of the first block, code by code, over all that E4M3 holds.
@@ -149,12 +163,8 @@ def test_codes_of_p_on_hopper(head_dim: int, force) -> None:
     an exponent over the border between two codes.
     """
     force(HOPPER_8BIT)
-    slopes = torch.linspace(8, 16, 256, device="cuda")  # exp2's argument falls below -11 in each
-    q = slopes[:, None].expand(256, head_dim)[None, None].bfloat16().contiguous()
-    ramp = torch.cat([torch.linspace(0, 1, KEY_BLOCK), torch.full((KEY_BLOCK,), 8.0)]).cuda()
-    k = -ramp[:, None].expand(2 * KEY_BLOCK, head_dim)[None, None].bfloat16().contiguous()
-    v = torch.eye(KEY_BLOCK, head_dim, device="cuda").bfloat16()
-    v = torch.cat([v, -v])[None, None]
+    # exp2's argument falls below -11 in each row
+    q, k, v = one_key_a_channel(head_dim, slopes=(8, 16), far=8)
     policy = SparsePolicy(topk=1.0, smooth_k=False)
     found = attention_partials(q, k, v, policy, scale=1 / head_dim).out_sum
 
@@ -179,12 +189,7 @@ def test_levels_of_integer_p(head_dim: int, force) -> None:
     """
     kernels = Kernels(Element.INT8_INT8)
     force(kernels)
-    slopes = torch.linspace(4, 12, 256, device="cuda")
-    q = slopes[:, None].expand(256, head_dim)[None, None].bfloat16().contiguous()
-    ramp = torch.cat([torch.linspace(0, 1, KEY_BLOCK), torch.full((KEY_BLOCK,), 16.0)]).cuda()
-    k = -ramp[:, None].expand(2 * KEY_BLOCK, head_dim)[None, None].bfloat16().contiguous()
-    v = torch.eye(KEY_BLOCK, head_dim, device="cuda").bfloat16()
-    v = torch.cat([v, -v])[None, None]
+    q, k, v = one_key_a_channel(head_dim, slopes=(4, 12), far=16)
     policy = SparsePolicy(topk=1.0, smooth_k=False)
     found = attention_partials(q, k, v, policy, scale=1 / head_dim)
     levels = found.out_sum[..., :KEY_BLOCK] * UINT8_MAX
