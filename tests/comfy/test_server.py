@@ -54,7 +54,9 @@ def test_the_schema_reaches_the_browser(node_info):
     assert {"mode": "manual"} | {name: x[1]["default"] for name, x in widgets.items()} == {
         **ALL_WIDGETS,
         "min_tokens": 4096,
-        "start_percent": 0.1,  # for nodes that are added now; saved graphs name theirs
+        # For nodes that are added now; saved graphs name theirs.
+        "start_percent": 0.1,
+        "pvthreshd": 50.0,
     }
     sliders = [name for name, x in widgets.items() if x[1].get("display") == "slider"]
     shown = [name for name, x in widgets.items() if not x[1].get("advanced")]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 PACK = Path(__file__).parents[2]
-AUTO = "auto budget 0.2, pvthreshd 15"
+AUTO = "auto budget 0.2, pvthreshd 50"
 
 
 def rows_of(out: Path, env: dict[str, str], *options: str) -> dict[str, dict[str, Any]]:
