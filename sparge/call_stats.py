@@ -15,6 +15,10 @@ import torch
 
 from .stats import AttentionStats, Counter
 
+NO_CALLS = (
+    "No attention call came. Nothing ran, or the model does not call PyTorch's "
+    "scaled_dot_product_attention. Exact calls of a compiled graph count when it is traced."
+)
 _numbers = itertools.count(1)
 #: Counts that are no context's, by their name.
 _named: WeakValueDictionary[str, CallStats] = WeakValueDictionary()
@@ -69,7 +73,10 @@ class CallStats:
 
     def __str__(self) -> str:
         sparse, exact = self.sparse_calls, self.exact_calls
-        lines = [f"{sparse} sparse calls computed {self.density:.1%} of their attention"]
+        if not sparse + exact:
+            return NO_CALLS
+        computed = f" computed {self.density:.1%} of their attention" if sparse else ""
+        lines = [f"{sparse} sparse calls{computed}"]
         lines += [f"{exact} calls stayed exact" + (":" if exact else "")]
         lines += [f"  {count} x {reason}" for reason, count in self.reasons.most_common()]
         return "\n".join(lines)

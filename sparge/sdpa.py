@@ -168,6 +168,8 @@ class AttentionMode(TorchFunctionMode):
                 return out
         elif func is torch.nn.functional.multi_head_attention_forward:
             self.note_hidden()
+        elif func is Tensor.unflatten:  # Dynamo knows its name, but does not trace its super()
+            return args[0].unflatten(*args[1:], **kwargs)
         return func(*args, **kwargs)
 
 

@@ -34,11 +34,11 @@ def why_exact(
     if any(x.dim() != 4 for x in qkv):
         return "q, k and v are not (batch, heads, tokens, head_dim)"
     if query.shape[2] < min_tokens or key.shape[2] < min_tokens:
-        return f"fewer than {min_tokens} queries or keys"
+        return f"fewer than {min_tokens} queries or keys (min_tokens)"
     if dropout_p != 0.0:
         return "dropout"
     if torch.is_grad_enabled() and any(x.requires_grad for x in given):
-        return "gradients are wanted, and sparse attention has no backward pass"
+        return "gradients are wanted: sparse attention has no backward pass, so use torch.no_grad()"
     if query.shape[1] != key.shape[1] and not enable_gqa:
         return "fewer heads of keys without enable_gqa"
     read_as = _dtype(query)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from ..checks.argument import check_kind, flag, number, shown, whole_number
 from ..policy import SparsePolicy
 from ..tune.aim import Aim
 from ..tune.layer_spans import LayerSpans
@@ -41,11 +42,16 @@ class Settings:
     def __post_init__(self) -> None:
         """Checks the values where a run is asked for, not steps later. Raises ValueError."""
         for name, options in (("mode", MODES), ("quality", list(QUALITIES))):
-            if getattr(self, name) not in options:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; it takes one of {options}.")
+            given = getattr(self, name)
+            if given not in options:
+                raise ValueError(f"{name} is {shown(given)}; it takes one of {options}.")
         for name in ("topk", "start_percent", "end_percent"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it takes a number from 0 to 1.")
+            value = getattr(self, name)
+            if not 0 <= number(name, value, "a number from 0 to 1") <= 1:
+                raise ValueError(f"{name} is {value}; it takes a number from 0 to 1.")
+        whole_number("min_tokens", self.min_tokens, 0)
+        flag("exact_dense", self.exact_dense)
+        check_kind("dense_blocks", self.dense_blocks, str, 'a text of block numbers, say "0-2, -1"')
         self.policy()
         LayerSpans.parse(self.dense_blocks)
 

@@ -208,6 +208,12 @@ def test_an_error_of_ours_costs_no_picture(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_second_enable_replaces_the_first() -> None:
     tiny = ALL["Wan 2.1"]()
     first = enable(tiny.pipe, "manual", topk=0.2, **TINY)
+    model = tiny.pipe.transformer
+    tiny.pipe.transformer = torch.nn.Identity()
+    assert first.line == first.report() and "call enable again" in first.line
+    tiny.pipe.transformer = torch.compile(model)
+    assert "has not run" in first.line
+    tiny.pipe.transformer = model
     second = enable(tiny.pipe, "manual", policy=sparge.SparsePolicy(topk=0.5), **TINY)
     tiny(1)
     assert first.result is None and first.models == []
@@ -326,6 +332,13 @@ def test_what_enable_takes_is_checked() -> None:
         enable(tiny.pipe, policy=sparge.SparsePolicy())
     with pytest.raises(ValueError, match="SimpleNamespace has no transformer and scheduler"):
         enable(SimpleNamespace(unet=tiny.pipe.transformer))
+    wrong: list[dict[str, Any]] = [
+        {"topk": "0.5"}, {"start_percent": None}, {"min_tokens": -1}, {"min_tokens": None},
+        {"dense_blocks": [0, 1]}, {"exact_dense": "no"},
+    ]  # fmt: skip
+    for options in wrong:
+        with pytest.raises(ValueError, match=f"{next(iter(options))} is .*; (it takes|give)"):
+            enable(tiny.pipe, **options)
     assert not tiny.pipe.transformer._forward_hooks
 
 

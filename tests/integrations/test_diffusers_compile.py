@@ -13,6 +13,7 @@ REASON = "needs diffusers and transformers (requirements-dev.txt)"
 pytest.importorskip("diffusers", reason=REASON)
 pytest.importorskip("transformers", reason=REASON)
 
+import sparge  # noqa: E402
 from sparge.common import whole_graph  # noqa: E402
 from sparge.integrations.diffusers import enable  # noqa: E402
 from tests.integrations.tiny_pipelines import ALL, Tiny  # noqa: E402
@@ -68,6 +69,17 @@ def test_a_compiled_model_gives_the_same_bits(
         assert torch.equal(tiny(STEPS), expected)
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
         assert handle.result is not None and handle.result.tally.sparse == calls > 0
+
+
+def test_a_whole_graph_inside_sdpa() -> None:
+    """Wan makes its heads by `Tensor.unflatten`, which Dynamo alone does not trace there."""
+    tiny = ALL["Wan 2.1"]()
+    with sparge.sdpa(min_tokens=100) as own:
+        expected = tiny(1)
+    in_place(tiny, fullgraph=True)
+    with sparge.sdpa(min_tokens=100) as stats:
+        assert torch.equal(tiny(1), expected)
+    assert stats.sparse_calls == own.sparse_calls > 0
 
 
 @pytest.mark.parametrize(("compiled", "first"), [(by_block, True), (in_place, False)])

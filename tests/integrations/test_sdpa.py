@@ -275,7 +275,7 @@ def test_the_function_in_whole_graphs(make_qkv) -> None:
         assert torch.equal(compiled(q, k, v), call(q, k, v) + 1)
     assert stats.sparse_calls == 24
     compiled(q[:, :, :100], k, v)
-    assert stats.reasons == {"fewer than 128 queries or keys": 1}
+    assert stats.reasons == {"fewer than 128 queries or keys (min_tokens)": 1}
 
 
 def test_ours_and_what_we_call_exact_stay_out_of_it(make_qkv, monkeypatch) -> None:

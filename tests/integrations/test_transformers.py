@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,7 +28,7 @@ EIGHT_BITS = 0.02
 PLACES = torch.arange(TOKENS)
 LEFT = torch.stack([PLACES >= 0, PLACES >= 120]).long()
 RIGHT = LEFT.flip(1)
-FEW = f"fewer than {LEAST} queries or keys"
+FEW = f"fewer than {LEAST} queries or keys (min_tokens)"
 MASK = "a mask that hides other keys from some queries"
 
 
@@ -205,6 +206,19 @@ def test_two_models_have_rules_and_counts_of_their_own(make_model, ids: Tensor) 
     assert second.stats.exact_calls == 2 * LAYERS
 
 
+def test_a_second_enable_replaces_the_first(make_model, ids: Tensor) -> None:
+    model = make_model()
+    own = model(ids, use_cache=False).logits
+    first = enable(model, min_tokens=LEAST)
+    assert "No attention call came" in first.report()
+    wrapped: Any = torch.compile(model, backend="eager")
+    with enable(wrapped, WHOLE, LEAST) as second:
+        first.disable()  # no longer the one that it has
+        assert not torch.equal(model(ids, use_cache=False).logits, own)
+    assert (first.stats.sparse_calls, second.stats.sparse_calls) == (0, LAYERS)
+    assert torch.equal(model(ids, use_cache=False).logits, own)
+
+
 def test_what_reads_the_mask_reads_the_real_one(make_model, ids: Tensor) -> None:
     model = make_model()
     create = transformers.masking_utils.create_causal_mask
@@ -235,12 +249,9 @@ def test_what_cannot_be_enabled_says_why(make_model) -> None:
     with pytest.raises(ValueError, match=r"model is a torch.*Linear; give a model"):
         enable(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
     model = make_model()
-    sparse = enable(model)
-    with pytest.raises(sparge.Unsupported, match="sparse already"):
-        enable(model)
-    sparse.disable()
+    with enable(model), pytest.raises(sparge.Unsupported, match="a copy of a model that was"):
+        enable(copy.deepcopy(model))
     assert model.config._attn_implementation == "sdpa"
-    enable(model).disable()
     bad: list[tuple[dict[str, Any], str]]
     bad = [({"policy": 3}, "policy is 3"), ({"min_tokens": -1}, "min_tokens is -1")]
     for options, words in bad:

@@ -28,15 +28,29 @@ from .steps import Prompts, Steps
 logger = logging.getLogger("sparge")
 
 NOT_RUN = "The pipeline has not run since it was enabled."
+REPLACED = (
+    "NOTHING IS SPARSE; pipe.transformer is another model than when the pipeline was enabled: call "
+    "enable again."
+)
 NO_SCHEDULE = "the scheduler has no timesteps, so the step is not known"
 #: Characters of either part of a line, which no box cuts off.
 _WIDEST = 200
+_BACKEND = (
+    "the pipeline's attention backend does not call PyTorch's (set it to native: "
+    'transformer.set_attention_backend("native"))'
+)
 WORDS = replace(
     PLAIN,
     no_calls=Why(
-        "no attention call came: the pipeline's attention backend does not call PyTorch's (set it "
-        'to native: transformer.set_attention_backend("native"))',
+        f"no attention call came: {_BACKEND}",
         ("No attention call came", 'Set the attention backend to "native"'),
+    ),
+    whole_graph=Why(  # some model of the process was traced whole, maybe another one
+        f"{PLAIN.whole_graph.told}, or {_BACKEND}",
+        (
+            "No attention call came",
+            'Compile without fullgraph, or set the attention backend to "native"',
+        ),
     ),
 )
 
@@ -72,6 +86,8 @@ class Handle:
     def line(self) -> str:
         """Verdict on the last run: what it gained and how much was computed, or why nothing was
         sparse. Waits for the GPU."""
+        if self._has_other_model:
+            return REPLACED
         result = self.result
         if result is None:
             return self._not_run()
@@ -82,11 +98,20 @@ class Handle:
     def report(self) -> str:
         """Lines on the last run: its calls by reason, and what was measured of each layer. Waits
         for the GPU."""
+        if self._has_other_model:
+            return REPLACED
         result = self.result
         return self._not_run() if result is None else details(result)
 
+    @property
+    def _has_other_model(self) -> bool:
+        """Whether the pipeline was given another transformer since it was enabled."""
+        own = getattr(self._pipe, "transformer", None)
+        models = self.models
+        return bool(models) and own is not None and getattr(own, "_orig_mod", own) not in models
+
     def _not_run(self) -> str:
-        return f"{NOT_RUN} Or {WORDS.whole_graph.told}." if has_been_traced() else NOT_RUN
+        return f"{NOT_RUN} Or {PLAIN.whole_graph.told}." if has_been_traced() else NOT_RUN
 
     @property
     def result(self) -> RunResult | None:

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import itertools
+import weakref
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -19,12 +21,35 @@ _numbers = itertools.count(1)
 _NAME = "sparge"
 
 
-class SparseModel:
-    """Model whose long prefills are sparse until `disable`."""
+@dataclass(frozen=True)
+class _Enabled:
+    """A model that is sparse, and what it had before."""
 
-    def __init__(self, model: PreTrainedModel, name: str, before: Any, stats: CallStats) -> None:
+    model: weakref.ref[PreTrainedModel]
+    before: str | dict[str, Any]
+
+    def restore(self, name: str) -> None:
+        if (model := self.model()) is not None:
+            model.set_attn_implementation(self.before)
+        _forget(name)
+
+
+#: Sparse models by the name of their attention.
+_enabled: dict[str, _Enabled] = {}
+
+
+class SparseModel:
+    """Model whose long prefills are sparse until `disable`; as a context it is disabled at the end."""
+
+    def __init__(self, name: str, stats: CallStats) -> None:
         self.stats = stats
-        self._model, self._name, self._before = model, name, before
+        self._name = name
+
+    def __enter__(self) -> SparseModel:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.disable()
 
     def report(self) -> str:
         """Sparse calls and their density, and why others stayed exact. Waits for the GPU."""
@@ -32,9 +57,8 @@ class SparseModel:
 
     def disable(self) -> None:
         """Gives the model its own attention back. Twice does no harm."""
-        if self._name in AttentionInterface._global_mapping:
-            self._model.set_attn_implementation(self._before)
-            _forget(self._name)
+        if self._name in _enabled:
+            _enabled[self._name].restore(self._name)
 
 
 def enable(
@@ -43,21 +67,23 @@ def enable(
     """Makes attention of `model` sparse where it can be: causal prefill of at least `min_tokens`
     tokens, whole or in chunks, also with padding on either side and with a static cache, and long
     encoders. What else it computes stays as it was, with the reason in the report: decoding,
-    sliding windows, packed sequences, capped logits, learned sinks, heads above 128.
+    sliding windows, packed sequences, capped logits, learned sinks, heads above 128. A second call
+    on the same model replaces the first.
 
+    model: also in the wrapper that torch.compile gives.
     policy: without it half of the key blocks, and always the first one. Text needs the first
         (`attention_sink=True`): a head that looks for nothing looks there.
 
     Raises:
-        Unsupported: the model does not take its attention from transformers' registry, or is
-            sparse already.
+        Unsupported: the model does not take its attention from transformers' registry, or is the
+            copy of one that was sparse.
     """
+    model = getattr(model, "_orig_mod", model)
     check_kind("model", model, PreTrainedModel, "a model of transformers")
     stats = CallStats()
     substitute = Substitute.checked(policy, min_tokens, stats)
+    _replace_earlier(model)
     before = _implementations(model.config)
-    if (model.config._attn_implementation or "").startswith(_NAME):
-        raise Unsupported("This model is sparse already: disable() what enable returned, first.")
     name = f"{_NAME}_{next(_numbers)}"
     by_config = {
         id(part.config): _exact(part.config._attn_implementation)
@@ -78,8 +104,22 @@ def enable(
             f"{type(model).__name__} does not take its attention from transformers' registry; "
             "`with sparge.sdpa():` around the call may reach it."
         )
+    _enabled[name] = _Enabled(weakref.ref(model), before)
     stats.prepare()
-    return SparseModel(model, name, before, stats)
+    return SparseModel(name, stats)
+
+
+def _replace_earlier(model: PreTrainedModel) -> None:
+    """Gives a model that is sparse its own attention back."""
+    name = model.config._attn_implementation or ""
+    earlier = _enabled.get(name)
+    if earlier is not None and earlier.model() is model:
+        earlier.restore(name)
+    elif name.startswith(_NAME):
+        raise Unsupported(
+            "This is a copy of a model that was sparse, and has the attention of that one: first "
+            'give it its own back, as by set_attn_implementation("sdpa").'
+        )
 
 
 def _exact(implementation: str | None) -> str:
@@ -95,5 +135,6 @@ def _implementations(config: Any) -> str | dict[str, Any]:
 
 
 def _forget(name: str) -> None:
+    _enabled.pop(name, None)
     for registry in (AttentionInterface, AttentionMaskInterface):
         registry._global_mapping.pop(name, None)
