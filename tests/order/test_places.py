@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -23,7 +25,7 @@ def test_parts_are_dealt_one_after_another_to_each_rank() -> None:
 
 @pytest.mark.parametrize("topk", [1.0, 0.3])
 def test_tokens_elsewhere_share_their_blocks_and_give_the_same(make_qkv, topk: float) -> None:
-    qkv = make_qkv(1, 2, GRID.tokens)
+    q, k, v = make_qkv(1, 2, GRID.tokens)
     order, places = grid_order(GRID), dealt_places((GRID.prefix, 320), 2)
     policy = sparge.SparsePolicy(topk=topk)
     settings = sparge.HeadSettings(
@@ -32,16 +34,17 @@ def test_tokens_elsewhere_share_their_blocks_and_give_the_same(make_qkv, topk: f
         torch.tensor([1, 0], dtype=torch.int32),
         order_kind=torch.tensor([1, 0], dtype=torch.int32),
     )
-    elsewhere = [x[:, :, places].contiguous() for x in qkv]
+    there = [x[:, :, places].contiguous() for x in (q, k, v)]
     for head_settings in (None, settings):
-        own = sparge.attention(*qkv, policy, order=order, head_settings=head_settings)
-        out = sparge.attention(
-            *elsewhere, policy, order=order.taken_from(places), head_settings=head_settings
+        options: dict[str, Any] = {"head_settings": head_settings}
+        own = sparge.attention(q, k, v, policy, order=order, **options)[:, :, places]
+        out, untaken = (
+            sparge.attention(there[0], there[1], there[2], policy, order=each, **options)
+            for each in (order.taken_from(places), order)
         )
-        torch.testing.assert_close(out, own[:, :, places], rtol=0, atol=4e-3)
-        untaken = sparge.attention(*elsewhere, policy, order=order, head_settings=head_settings)
+        torch.testing.assert_close(out, own, rtol=0, atol=4e-3)
         if head_settings or topk < 1:
-            assert (untaken - own[:, :, places]).abs().max() > 0.05, "another selection"
+            assert (untaken - own).abs().max() > 0.05, "another selection"
 
 
 @pytest.mark.parametrize("places", [[0, 1], [*range(345), 5], [*range(1, 347)]])
