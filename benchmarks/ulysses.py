@@ -45,9 +45,9 @@ def ring(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """
     ranks, rank = dist.get_world_size(), dist.get_rank()
     chunks = []
-    for x in (k, v):
+    for x in (k.contiguous(), v.contiguous()):
         found = [torch.empty_like(x) for _ in range(ranks)]
-        dist.all_gather(found, x.contiguous())
+        dist.all_gather(found, x)
         chunks.append(found)
     out, lse = None, None
     for step in range(ranks):

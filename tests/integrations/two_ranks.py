@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -16,9 +15,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing.spawn import spawn
 
 import sparge
+from benchmarks.ranks import run_ranks
 from benchmarks.ulysses import ring, to_heads, to_tokens
 from sparge.integrations.parallel import (
     RankAttention,
@@ -41,26 +40,15 @@ def run(
     work: Callable[[torch.device, int], Results], kind: str, seed: int, folder: Path
 ) -> Results:
     """What `work` gives on rank 0 of two processes, on the CPU or on two GPUs."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    spawn(_rank, (work, kind, seed, port, folder), nprocs=RANKS)
-    return torch.load(folder / "0.pt", weights_only=True)
+    run_ranks(_kept, kind, RANKS, work, seed, folder / "found.pt")
+    return torch.load(folder / "found.pt", weights_only=True)
 
 
-def _rank(rank: int, work: Any, kind: str, seed: int, port: int, folder: Path) -> None:
+def _kept(device: torch.device, work: Any, seed: int, file: Path) -> None:
     os.environ["SPARGE_REFERENCE"] = "1"
-    torch.set_num_threads(1)
-    device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
-    if kind == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group(
-        "nccl" if kind == "cuda" else "gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS
-    )
-    with torch.inference_mode():
-        found = {name: x.cpu() for name, x in work(device, seed).items()}
-    torch.save(found, folder / f"{rank}.pt")
-    dist.destroy_process_group()
+    found = {name: x.cpu() for name, x in work(device, seed).items()}
+    if dist.get_rank() == 0:
+        torch.save(found, file)
 
 
 def drawn(tokens: int, device: torch.device, seed: int) -> list[Tensor]:
@@ -86,8 +74,9 @@ def dealt(x: Tensor, parts: tuple[int, ...]) -> Tensor:
 
 def whole(x: Tensor, parts: tuple[int, ...]) -> Tensor:
     """Tokens of all ranks as one process has them."""
+    x = x.contiguous()
     found = [torch.empty_like(x) for _ in range(RANKS)]
-    dist.all_gather(found, x.contiguous())
+    dist.all_gather(found, x)
     places = dealt_places(parts, RANKS).argsort().to(x.device)
     return torch.cat(found, 1)[:, places]
 
@@ -210,15 +199,16 @@ def transformers(device: torch.device, seed: int) -> Results:
 
 
 def _first_pass(tiny: Any, device: torch.device) -> tuple[Any, dict[str, Any]]:
-    """Transformer of a pipeline, and what its first pass is given."""
+    """Transformer of a pipeline, and what its first pass is given, on `device`."""
     passes: list[dict[str, Any]] = []
-    model = tiny.pipe.to(device).transformer
+    model = tiny.pipe.transformer
     hook = model.register_forward_pre_hook(
         lambda module, args, given: passes.append(given), with_kwargs=True
     )
     tiny(steps=1)
     hook.remove()
-    return model, passes[0] | {"return_dict": False}
+    given = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in passes[0].items()}
+    return model.to(device), given | {"return_dict": False}
 
 
 @contextmanager
