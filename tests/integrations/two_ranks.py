@@ -176,25 +176,26 @@ def transformers(device: torch.device, seed: int) -> Results:
 
     diffusers.logging.set_verbosity_error()
     found: Results = {}
-    alone: Any = SimpleNamespace(ring_degree=1, ulysses_degree=1)
     for name, make in (("wan", wan), ("flux", flux)):
-        for topk in (1.0, 0.3):
-            policy = sparge.SparsePolicy(topk=topk)
-            model, given = _first_pass(make(), device)
-            found[f"native {name}"] = model(**given)[0]
-            with context_parallel(model, alone, policy, min_tokens=100):
-                found[f"one {name} {topk}"] = model(**given)[0]
-            for kind, backend in (("ulysses", "native"), ("ring", "_native_flash")):
-                model, _ = _first_pass(make(), device)
-                config = diffusers.ContextParallelConfig(**{f"{kind}_degree": RANKS})
-                model.set_attention_backend(backend)
-                with _cpu_counts_as_accelerator(device):
-                    model.enable_parallelism(config=config)
+        model, given = _first_pass(make(), device)
+        found[f"native {name}"] = model(**given)[0]
+
+        def compute(case: str, model: Any, config: Any, given: Any = given) -> None:
+            for topk in (1.0, 0.3):
+                policy = sparge.SparsePolicy(topk=topk)
                 with context_parallel(model, config, policy, min_tokens=100) as stats:
-                    found[f"{kind} {name} {topk}"] = model(**given)[0]
-                found[f"calls {kind} {name} {topk}"] = torch.tensor(
-                    [stats.sparse_calls, stats.remarks.total()]
-                )
+                    found[f"{case} {topk}"] = model(**given)[0]
+                counts = [stats.sparse_calls, stats.remarks.total()]
+                found[f"calls {case} {topk}"] = torch.tensor(counts)
+
+        compute(f"one {name}", model, SimpleNamespace(ring_degree=1, ulysses_degree=1))
+        for kind, backend in (("ulysses", "native"), ("ring", "_native_flash")):
+            model = make().pipe.transformer.to(device)
+            config = diffusers.ContextParallelConfig(**{f"{kind}_degree": RANKS})
+            model.set_attention_backend(backend)
+            with _cpu_counts_as_accelerator(device):
+                model.enable_parallelism(config=config)
+            compute(f"{kind} {name}", model, config)
     return found
 
 
