@@ -178,6 +178,11 @@ def make_call(
     is_causal = is_causal or causal is not None
     replaces_routing = plan is not None or block_mask is not None
     _check_order_and_settings(q, k, policy, is_causal, replaces_routing, order, head_settings)
+    if order is not None and key_lengths is not None and not order.segments:
+        raise Unsupported(
+            "key_lengths and an order that was taken from another sequence do not go together: "
+            "what they cut off stands in several places. Leave one of them out."
+        )
     softmax_scale = checked_scale(scale, q.shape[-1])
     if plan is not None:
         plan.check_fits(q, k, is_causal, key_lengths, block_mask)

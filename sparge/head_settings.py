@@ -115,8 +115,8 @@ class HeadSettings:
         """Same values on `device`."""
         return self._each(lambda values: values.to(device))
 
-    def heads_slice(self, heads: slice) -> HeadSettings:
-        """Settings of some of the query heads."""
+    def heads_slice(self, heads: slice | Tensor) -> HeadSettings:
+        """Settings of some of the query heads. heads: a slice, or their numbers in any order."""
         return self._each(lambda values: values[heads])
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> HeadSettings:

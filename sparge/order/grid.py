@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..blocks import KEY_BLOCK, QUERY_BLOCK, block_count
+from ..checks.argument import check_tensor
 from . import copies as order_copies
 from .check import check_tensors
 from .recording import being_recorded
@@ -109,6 +110,7 @@ class TokenOrder:
     queries_exact: Tensor
     """(query_blocks,) bool: query blocks that hold a query which drops nothing."""
     segments: tuple[Segment, ...]
+    """Empty in an order that was taken from another sequence: there they are not in one piece."""
     # Not given, so that `replace` makes new ones: copies hold these blocks.
     _copies: dict[torch.device, TokenOrder] = field(default_factory=dict, init=False, repr=False)
 
@@ -192,6 +194,37 @@ class TokenOrder:
             self,
             slot_tokens=self.slot_tokens[only],
             token_slots=self.token_slots[only],
+        )
+
+    def taken_from(self, places: Tensor) -> TokenOrder:
+        """Order of the same tokens where they stand in another sequence, such as the one that a
+        rank sees after an all-to-all (`dealt_places`): the same tokens share the same slots, so
+        attention gives the same bits. Waits for the device of `places`.
+
+        places: (tokens,) int, the token of this order that stands at each place of the other
+            sequence. Lengths of keys do not go with it: they would cut other tokens.
+
+        Raises:
+            ValueError: places do not name every token once.
+        """
+        check_tensor("places", places, "the token at each place, as dealt_places makes it")
+        device, tokens = self.slot_tokens.device, self.tokens
+        taken = places.to(device, torch.int64)
+        if places.is_floating_point() or not torch.equal(
+            taken.sort().values, torch.arange(tokens, device=device)
+        ):
+            raise ValueError(
+                f"places is {places.dtype} of shape {tuple(places.shape)}; give the numbers from 0 "
+                f"to {tokens - 1}, each once: the token of the order that stands at each place."
+            )
+        place_of = torch.empty_like(self.token_slots[0])
+        place_of[taken] = torch.arange(tokens, dtype=torch.int32, device=device)
+        moved = place_of[self.slot_tokens.clamp(min=0).long()]
+        return replace(
+            self,
+            slot_tokens=torch.where(self.slot_tokens == EMPTY, EMPTY, moved),
+            token_slots=self.token_slots[:, taken].contiguous(),
+            segments=(),
         )
 
     def query_counts(self) -> Tensor:

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes that share a sequence, one a GPU (NCCL) or all on the CPU (gloo)."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
+
+#: Work of one rank: it is given its device and what `run_ranks` was given.
+Work = Callable[..., None]
+
+
+def run_ranks(work: Work, kind: str, ranks: int, *given: Any) -> None:
+    """Runs `work` in as many processes, in one group; waits for them, and raises what one raised.
+
+    kind: "cuda" or "cpu".
+    """
+    # Multicast over NVLink needs rights that containers often lack.
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    spawn(_rank, (work, kind, ranks, f"tcp://127.0.0.1:{port}", given), nprocs=ranks)
+
+
+def _rank(
+    rank: int, work: Work, kind: str, ranks: int, address: str, given: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
+    options: dict[str, Any] = {}
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+        options["device_id"] = device
+    backend = "nccl" if kind == "cuda" else "gloo"
+    dist.init_process_group(backend, address, rank=rank, world_size=ranks, **options)
+    try:
+        with torch.inference_mode():
+            work(device, *given)
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()

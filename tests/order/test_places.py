@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Token orders of sequences whose tokens an engine has put elsewhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import sparge
+from sparge.order.grid import TokenGrid, grid_order
+from sparge.order.places import dealt_places
+
+GRID = TokenGrid(1, 16, 20, prefix=26)
+
+
+def test_parts_are_dealt_one_after_another_to_each_rank() -> None:
+    assert dealt_places((2, 6), 2).tolist() == [0, 2, 3, 4, 1, 5, 6, 7]
+    assert dealt_places((3, 4), 2).tolist() == [0, 1, 3, 4, 2, 5, 6], "the first rank has one more"
+    assert dealt_places((7,), 3).tolist() == list(range(7))
+    with pytest.raises(ValueError, match="ranks is 0; it takes a whole number from 1"):
+        dealt_places((2, 6), 0)
+
+
+@pytest.mark.parametrize("topk", [1.0, 0.3])
+def test_tokens_elsewhere_share_their_blocks_and_give_the_same(make_qkv, topk: float) -> None:
+    q, k, v = make_qkv(1, 2, GRID.tokens)
+    order, places = grid_order(GRID), dealt_places((GRID.prefix, 320), 2)
+    policy = sparge.SparsePolicy(topk=topk)
+    settings = sparge.HeadSettings(
+        torch.tensor([0.3, 0.6]),
+        torch.tensor([0.5, 0.0]),
+        torch.tensor([1, 0], dtype=torch.int32),
+        order_kind=torch.tensor([1, 0], dtype=torch.int32),
+    )
+    there = [x[:, :, places].contiguous() for x in (q, k, v)]
+    for head_settings in (None, settings):
+        options: dict[str, Any] = {"head_settings": head_settings}
+        own = sparge.attention(q, k, v, policy, order=order, **options)[:, :, places]
+        out, untaken = (
+            sparge.attention(there[0], there[1], there[2], policy, order=each, **options)
+            for each in (order.taken_from(places), order)
+        )
+        torch.testing.assert_close(out, own, rtol=0, atol=4e-3)
+        if head_settings or topk < 1:
+            assert (untaken - own).abs().max() > 0.05, "another selection"
+
+
+@pytest.mark.parametrize("places", [[0, 1], [*range(345), 5], [*range(1, 347)]])
+def test_places_that_are_not_each_token_once_are_refused(places: list[int]) -> None:
+    with pytest.raises(ValueError, match="give the numbers from 0 to 345, each once"):
+        grid_order(GRID).taken_from(torch.tensor(places))
+
+
+def test_lengths_of_keys_would_cut_other_tokens(make_qkv) -> None:
+    order = grid_order(GRID).taken_from(dealt_places((26, 320), 2))
+    lengths = torch.tensor([340], dtype=torch.int32)
+    with pytest.raises(sparge.Unsupported, match="what they cut off stands in several places"):
+        sparge.attention(*make_qkv(1, 2, GRID.tokens), order=order, key_lengths=lengths)
