@@ -15,11 +15,11 @@ struct RowScales {
   PerRow x;
 
   SPARGE_DEVICE explicit RowScales(const Smem& smem) {
-    if constexpr (!kRowsInRegisters) return;
+    if constexpr (kRowsInRegisters)
 #pragma unroll
-    for (int m = 0; m < kRowTiles; ++m)
+      for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
-      for (int half = 0; half < 2; ++half) x[m][half] = smem.q_scale[first_row() + row_step(m, half)];
+        for (int half = 0; half < 2; ++half) x[m][half] = smem.q_scale[first_row() + row_step(m, half)];
   }
 };
 
