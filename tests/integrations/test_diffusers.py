@@ -359,3 +359,14 @@ def test_the_library_does_not_import_diffusers() -> None:
     subprocess.run(
         [sys.executable, "-c", code], check=True, cwd=Path(__file__).resolve().parents[2]
     )
+
+
+def test_a_model_that_several_gpus_share_is_native_and_the_line_says_what_serves_it() -> None:
+    """Its calls hold some of the heads, and tokens in other places."""
+    tiny = ALL["Flux"]()
+    native = tiny(2)
+    tiny.pipe.transformer._parallel_config = SimpleNamespace(context_parallel_config=object())
+    with enable(tiny.pipe, "auto budget", topk=0.3, **TINY) as handle:
+        assert torch.equal(tiny(2), native)
+    assert handle.result is not None and handle.result.tally.sparse == 0
+    assert "take sparge.integrations.parallel.context_parallel" in handle.line

@@ -21,7 +21,7 @@ from ...speed.backend import TORCH
 from ...tune import FAILED, PassFacts, SigmaWindow, fitted
 from .forward import Forward
 from .hooks import TransformerHooks
-from .layout import layout_of
+from .layout import is_shared, layout_of
 from .rows import row_of
 from .steps import Prompts, Steps
 
@@ -33,6 +33,10 @@ REPLACED = (
     "enable again."
 )
 NO_SCHEDULE = "the scheduler has no timesteps, so the step is not known"
+SHARED = (
+    "several GPUs share the model's sequence (enable_parallelism): take "
+    "sparge.integrations.parallel.context_parallel in place of enable"
+)
 #: Characters of either part of a line, which no box cuts off.
 _WIDEST = 200
 _BACKEND = (
@@ -169,7 +173,7 @@ class Handle:
         run, steps = self._run, self._steps
         assert run is not None
         layout = layout_of(hooks.model, row, given, len(hooks.blocks) or None)
-        unusable = run.meet(layout, device)
+        unusable = run.meet(layout, device) or (SHARED if is_shared(hooks.model) else None)
         if steps is None:
             facts = PassFacts(conditioning, 0, NO_SCHEDULE, which=hooks.which)
         else:
