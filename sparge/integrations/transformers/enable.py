@@ -39,7 +39,7 @@ _enabled: dict[str, _Enabled] = {}
 
 
 class SparseModel:
-    """Model whose long prefills are sparse until `disable`; as a context it is disabled at the end."""
+    """Model whose long prefills are sparse until `disable`; the end of a context calls it too."""
 
     def __init__(self, name: str, stats: CallStats) -> None:
         self.stats = stats
