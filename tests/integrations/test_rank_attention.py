@@ -142,6 +142,8 @@ def test_exact_tokens_of_a_policy_follow_their_places(make_qkv) -> None:
     out = blind(*seen)[:, :, places.argsort()]
     assert rel_l2(out[:, :, :26], of_all[:, :, :26]) > 5 * EIGHT_BITS
     assert blind.stats.remarks.total() == 1 and "text was not kept exact" in str(blind.stats)
+    plain = sparge.attention(seen[0], seen[1], seen[2], sparge.SparsePolicy(topk=0.2))
+    assert torch.equal(out, plain[:, :, places.argsort()]), "no other tokens in its place"
 
 
 def test_ring_takes_no_grid_and_no_head_settings(make_qkv) -> None:
@@ -214,3 +216,38 @@ def test_context_parallel_leaves_the_model_as_it_was_and_says_what_it_does_not_k
         context_parallel(model, other),
     ):
         pass
+
+
+class FluxTransformer2DModel(nn.Module):
+    """What one rank of a ring computes: its queries over one chunk of the keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(num_attention_heads=2)
+
+    def forward(
+        self, hidden_states: Tensor, encoder_hidden_states: Tensor, img_ids: Tensor, qkv: Any
+    ) -> Any:
+        return torch.ops.aten._scaled_dot_product_flash_attention(*qkv)
+
+
+@pytest.mark.parametrize("ulysses", [1, 2])
+def test_text_is_exact_in_each_chunk_of_a_ring(make_qkv, ulysses: int) -> None:
+    """Unless Ulysses has dealt it further."""
+    rows, columns = torch.meshgrid(torch.arange(20), torch.arange(24), indexing="ij")
+    ids = torch.stack([torch.zeros(480), rows.flatten(), columns.flatten()], 1)
+    text, qkv = 26 // 2, make_qkv(1, 2, (26 + 480) // 2)
+    config: Any = SimpleNamespace(ring_degree=2, ulysses_degree=ulysses)
+    model, policy = FluxTransformer2DModel(), sparge.SparsePolicy(topk=0.2)
+    with context_parallel(model, config, policy, min_tokens=0) as stats:
+        out, lse, *_ = model(torch.zeros(1, 480, 8), torch.zeros(1, 26, 8), ids, qkv)
+    out_exact, lse_exact = exact(qkv)
+    own, others = (
+        rel_l2(out[:, :, x], out_exact[:, :, x]) for x in (slice(text), slice(text, None))
+    )
+    assert stats.sparse_calls == 1 and lse.shape == lse_exact.shape and others > 5 * EIGHT_BITS
+    if ulysses == 1:
+        assert own < EIGHT_BITS and not stats.remarks
+        assert (lse - lse_exact)[:, :, :text].abs().max() < 0.05
+    else:
+        assert own > 5 * EIGHT_BITS and stats.remarks.total() == 1
