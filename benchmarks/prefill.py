@@ -102,7 +102,10 @@ def time_all(
 
     device = model.device
     ids = torch.randint(model.config.vocab_size, (1, tokens), device=device)
-    work = lambda: run(model, ids, chunk)  # noqa: E731
+
+    def work() -> Any:
+        return run(model, ids, chunk)
+
     found = [Timing(tokens, "own", ms_of(work))]
     with free_attention(model):
         found.append(Timing(tokens, "none", ms_of(work)))

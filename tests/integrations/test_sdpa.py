@@ -226,7 +226,11 @@ def test_whole_graphs_are_traced_once_and_counted(make_qkv, backend: str) -> Non
     torch._dynamo.reset()
     traces: list[Any] = []
     inner = torch._dynamo.lookup_backend(backend)
-    counting = lambda graph, inputs: (traces.append(graph), inner(graph, inputs))[1]  # noqa: E731
+
+    def counting(graph: Any, inputs: Any) -> Any:
+        traces.append(graph)
+        return inner(graph, inputs)
+
     block = Block(calls=2, causal=True)
     compiled = torch.compile(block, fullgraph=True, backend=counting)
     q, k, v = make_qkv(1, 2, TOKENS)
