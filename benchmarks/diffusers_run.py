@@ -99,7 +99,7 @@ MODELS = {
 
 
 def tiny(model: Model) -> Model:
-    """The same in little."""
+    """Small model of the same kind, for a run of the script itself."""
     text = "max_text_seq_length" if "max_text_seq_length" in model.config else "max_sequence_length"
     small = {"num_attention_heads": 2, "num_layers": 2, "text_embed_dim": 32, text: 16}
     if "sample_width" in model.config:

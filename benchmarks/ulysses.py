@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine does around a rank's attention: Ulysses' all-to-all, and a ring that merges.
+"""Exchanges of an engine around a rank's attention: Ulysses' all-to-all, and a ring that merges.
 
 q, k and v (B, N / ranks, H, D) hold some tokens of all heads; after `to_heads` they hold all tokens
 of some heads, and `to_tokens` brings a result back.
@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional
 
 Attend = Callable[..., tuple[Tensor, Tensor]]
 
@@ -58,6 +58,6 @@ def ring(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             out, lse = part, of_part
         else:
             out = out + torch.sigmoid(of_part - lse) * (part - out)
-            lse = lse - F.logsigmoid(lse - of_part)
+            lse = lse - functional.logsigmoid(lse - of_part)
     assert out is not None
     return out.to(q.dtype)

@@ -13,6 +13,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from .common.graph_constant import constant_in_graphs
 from .stats import AttentionStats, Counter
 
 NO_CALLS = (
@@ -103,11 +104,8 @@ def count_exact(stats: CallStats | None, reason: str) -> None:
 
 
 # It takes no counts but their name: a graph would be traced anew for those of another context.
+@constant_in_graphs
 def _count_traced(name: str, reason: str) -> None:
     stats = _named.get(name) if name else next(reversed(opened.stats), None)
     if stats is not None:
         stats.reasons[reason] += 1
-
-
-# What torch.compiler.assume_constant_result does, without its import of torch._dynamo (0.4 s).
-_count_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]

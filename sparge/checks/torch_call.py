@@ -7,11 +7,26 @@ in another meaning.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
-from torch._C._functorch import maybe_current_level  # pyright: ignore[reportMissingImports]
 
 from ..kernels import capabilities
+
+
+class TorchCall(NamedTuple):
+    """Arguments of `scaled_dot_product_attention`, by its names and defaults."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -79,6 +94,14 @@ def _why_mask_is_torchs(query: Tensor, key: Tensor, mask: Tensor, is_causal: boo
 def _why_machine_cannot(device: torch.device) -> str:
     """The CPU runs the reference, for whoever tries things out; another device without kernels has
     something better."""
-    if not torch.compiler.is_compiling() and maybe_current_level() is not None:
+    if not torch.compiler.is_compiling() and _is_transformed():
         return "torch.func or torch.vmap transforms the call"
     return "" if device.type == "cpu" else capabilities(device).reason
+
+
+def _is_transformed() -> bool:
+    """Whether torch.func or torch.vmap transforms the code that asks; False where this version of
+    torch does not tell."""
+    functorch = getattr(torch._C, "_functorch", None)
+    level = getattr(functorch, "maybe_current_level", None)
+    return level is not None and level() is not None

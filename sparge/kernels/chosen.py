@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..common.graph_constant import constant_in_graphs
 from .spec import HEAD_DIMS, Element, variants
 
 
@@ -96,9 +97,7 @@ def chosen_element(device: torch.device, arch: str, channels: int) -> Element:
     return Element(_number(device, arch, next(size for size in HEAD_DIMS if channels <= size)))
 
 
+# A constant of a graph cannot be an Element.
+@constant_in_graphs
 def _number(device: torch.device, arch: str, head_dim: int) -> int:
     return int(_choices.use(Place(device.index or 0, arch, head_dim)))
-
-
-# As of `capabilities`: a trace takes what it finds for a constant, which an Element cannot be.
-_number._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..common.graph_constant import constant_in_graphs
 from ..errors import KernelBuildError
 from . import driver, nvrtc
 from .spec import ARCHS
@@ -53,6 +54,7 @@ _in_use: set[str] = set()
 _lock = threading.RLock()
 
 
+@constant_in_graphs
 def capabilities(device: torch.device | str | int) -> Capability:
     """Returns what the kernels can do on ``device``. Never raises; asked once per CUDA device."""
     if isinstance(device, torch.device) and device.type == "cuda" and device.index in _known:
@@ -67,10 +69,6 @@ def capabilities(device: torch.device | str | int) -> Capability:
         return _known.get(index) or _learn(index)
     except Exception as error:  # the promise is a reason, whatever a broken installation does
         return _unusable(f"The device {device} could not be examined: {error}")
-
-
-# What torch.compiler.assume_constant_result does, without its import of torch._dynamo (0.4 s).
-capabilities._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def pass_over(arch: str, device: torch.device | str | int, why: KernelBuildError) -> bool:

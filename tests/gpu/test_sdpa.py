@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional
 
 import sparge
 from sparge.common.metrics import rel_l2
@@ -17,7 +17,7 @@ from tests.gpu.conftest import no_waits
 
 pytestmark = pytest.mark.gpu
 
-torch_attention: Callable[..., Tensor] = F.scaled_dot_product_attention
+torch_attention: Callable[..., Tensor] = functional.scaled_dot_product_attention
 WHOLE = sparge.SparsePolicy(topk=1.0)
 
 
@@ -27,10 +27,10 @@ def test_sparse_calls_wait_for_nobody(make_qkv) -> None:
     calls: tuple[dict[str, Any], ...] = ({"attn_mask": real}, {"is_causal": True}, {})
     with torch.inference_mode(), sparge.sdpa(WHOLE, 128) as stats:
         for options in calls:  # reads the mask, loads kernels
-            F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **options)
+            functional.scaled_dot_product_attention(q, k, v, enable_gqa=True, **options)
         with no_waits():
             outs = [
-                F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **options)
+                functional.scaled_dot_product_attention(q, k, v, enable_gqa=True, **options)
                 for options in calls
             ]
     assert stats.sparse_calls == 6 and stats.exact_calls == 0
@@ -43,7 +43,9 @@ def test_whole_graphs_count_each_run(make_qkv) -> None:
     q, k, v = make_qkv(1, 4, 1000, 64, device="cuda")
 
     def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q * 2, k, v, is_causal=True).transpose(1, 2) + 1
+        return (
+            functional.scaled_dot_product_attention(q * 2, k, v, is_causal=True).transpose(1, 2) + 1
+        )
 
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     with torch.no_grad(), sparge.sdpa(min_tokens=128) as own:

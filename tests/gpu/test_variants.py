@@ -64,8 +64,8 @@ def test_each_passes_the_self_test_and_no_other_arithmetic(
         assert error_beside_emulation(element, head_dim, GPU) <= MOST
     expected = self_test.expected
 
-    def tampered(*given: Element | Tensor) -> Tensor:
-        out = expected(*given)  # type: ignore[arg-type]
+    def tampered(element: Element, q: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> Tensor:
+        out = expected(element, q, k, v, kept)
         out[..., 40:60, 7] *= 1.5  # one channel of some rows
         return out
 
@@ -92,8 +92,8 @@ def test_a_wrong_one_is_dropped(arch: str, monkeypatch: pytest.MonkeyPatch, capl
     *_, wrong = variants(arch)
     expected = self_test.expected
 
-    def tampered(element: Element, *given: Tensor) -> Tensor:
-        return expected(element, *given) * (1.1 if element is wrong else 1.0)  # type: ignore[arg-type]
+    def tampered(element: Element, q: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> Tensor:
+        return expected(element, q, k, v, kept) * (1.1 if element is wrong else 1.0)
 
     monkeypatch.setattr(self_test, "expected", tampered)
     found = choose_fastest(GPU, variants(arch))

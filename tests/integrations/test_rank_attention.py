@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional
 
 import sparge
 from sparge.common.metrics import rel_l2
@@ -93,7 +93,7 @@ def test_short_calls_are_torchs_or_whole_where_the_log_sum_exp_is_asked_for(make
     attend = RankAttention(sparge.SparsePolicy(topk=0.1), min_tokens=400)
     qkv = make_qkv(1, 2, 320)
     out = attend(*qkv)
-    assert torch.equal(out, F.scaled_dot_product_attention(*qkv))
+    assert torch.equal(out, functional.scaled_dot_product_attention(*qkv))
     out, lse = attend.with_lse(*qkv)
     out_exact, lse_exact = exact(qkv)
     assert rel_l2(out, out_exact) < EIGHT_BITS and (lse - lse_exact).abs().max() < 0.05
@@ -107,10 +107,10 @@ def test_short_calls_are_torchs_or_whole_where_the_log_sum_exp_is_asked_for(make
 def test_calls_of_other_tokens_than_the_grids_keep_all(make_qkv) -> None:
     attend = RankAttention(grid=sparge.TokenGrid(1, 16, 20), min_tokens=0)
     qkv = make_qkv(1, 2, 300)
-    assert torch.equal(attend(*qkv), F.scaled_dot_product_attention(*qkv))
+    assert torch.equal(attend(*qkv), functional.scaled_dot_product_attention(*qkv))
     qkv = make_qkv(1, 2, 320)
     assert torch.equal(
-        attend(*qkv, is_causal=True), F.scaled_dot_product_attention(*qkv, is_causal=True)
+        attend(*qkv, is_causal=True), functional.scaled_dot_product_attention(*qkv, is_causal=True)
     )
     reasons = list(attend.stats.reasons)
     assert "300 queries and 300 keys, and not the 320 of the grid" in reasons
@@ -122,7 +122,7 @@ def test_a_log_sum_exp_that_we_cannot_give_is_refused(make_qkv) -> None:
     q, k, v = make_qkv(1, 2, 320)
     mask = torch.ones(1, 320, dtype=torch.bool)
     masked = attend(q, k, v, mask=mask)
-    assert torch.equal(masked, F.scaled_dot_product_attention(q, k, v, mask))
+    assert torch.equal(masked, functional.scaled_dot_product_attention(q, k, v, mask))
     with pytest.raises(sparge.Unsupported, match="cannot be ours: dropout"):
         attend.with_lse(q, k, v, dropout_p=0.5)
 
@@ -195,7 +195,7 @@ class Unknown(nn.Module):
         self.config = SimpleNamespace()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v)
+        return functional.scaled_dot_product_attention(q, k, v)
 
 
 def test_context_parallel_leaves_the_model_as_it_was_and_says_what_it_does_not_know(
@@ -208,7 +208,7 @@ def test_context_parallel_leaves_the_model_as_it_was_and_says_what_it_does_not_k
         with pytest.raises(TypeError):
             model(None, None, None)
     assert not torch.equal(model(*qkv), inside)
-    assert torch.equal(model(*qkv), F.scaled_dot_product_attention(*qkv))
+    assert torch.equal(model(*qkv), functional.scaled_dot_product_attention(*qkv))
     assert stats.sparse_calls == 1 and any("Unknown: its tokens" in x for x in stats.remarks)
     other: Any = object()
     with (

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional
 
 import sparge
 from sparge.checks import padding
@@ -20,7 +20,7 @@ from sparge.tune.call import Call
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-torch_attention: Callable[..., Tensor] = F.scaled_dot_product_attention
+torch_attention: Callable[..., Tensor] = functional.scaled_dot_product_attention
 WHOLE = sparge.SparsePolicy(topk=1.0)
 EIGHT_BITS = 0.02
 TOKENS = 320
@@ -70,7 +70,7 @@ def test_whole_calls_are_torchs_but_for_eight_bits(make_qkv, name: str) -> None:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     exact = torch_attention(q, k, v, **options)
     with sparge.sdpa(WHOLE, min_tokens=128) as stats:
-        out = F.scaled_dot_product_attention(q, k, v, **options)
+        out = functional.scaled_dot_product_attention(q, k, v, **options)
     assert rel_l2(out, exact) < EIGHT_BITS
     assert not torch.equal(out, exact)
     assert (out.dtype, out.shape) == (exact.dtype, exact.shape)
@@ -103,7 +103,7 @@ def test_other_calls_stay_torchs_with_a_reason(make_qkv, name: str) -> None:
     options, inputs, words = EXACT[name]
     q, k, v = make_qkv(**({"batch": 2, "heads": 4, "tokens": TOKENS} | inputs))
     with sparge.sdpa(min_tokens=128) as stats:
-        out = F.scaled_dot_product_attention(q, k, v, **options)
+        out = functional.scaled_dot_product_attention(q, k, v, **options)
     assert torch.equal(out, torch_attention(q, k, v, **options))
     assert stats.sparse_calls == 0 and stats.density == 1
     ((reason, count),) = stats.reasons.items()
@@ -115,7 +115,10 @@ def test_other_calls_stay_torchs_with_a_reason(make_qkv, name: str) -> None:
 def test_what_torch_refuses_it_still_refuses(make_qkv) -> None:
     q, k, v = make_qkv(2, 4, TOKENS)
     few_heads, mask = k[:, :2], REAL[:, None, None]
-    calls: list[Any] = [F.scaled_dot_product_attention, partial(sparge.sdpa_call, min_tokens=8)]
+    calls: list[Any] = [
+        functional.scaled_dot_product_attention,
+        partial(sparge.sdpa_call, min_tokens=8),
+    ]
     with sparge.sdpa(WHOLE, 128) as stats:
         for given, options in (
             ((q, few_heads, few_heads), {}),
@@ -136,21 +139,21 @@ def test_dropout_gradients_and_transforms_stay_torchs(make_qkv) -> None:
     expected = torch_attention(q, k, v, None, 0.5)
     with sparge.sdpa(min_tokens=128) as stats:
         torch.manual_seed(3)
-        out = F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
+        out = functional.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
         with torch.enable_grad():
             wanted = q.clone().requires_grad_()
-            F.scaled_dot_product_attention(wanted, k, v).sum().backward()
+            functional.scaled_dot_product_attention(wanted, k, v).sum().backward()
             bias = torch.zeros(1, 1, 1, TOKENS, requires_grad=True)
-            F.scaled_dot_product_attention(q, k, v, bias).sum().backward()
+            functional.scaled_dot_product_attention(q, k, v, bias).sum().backward()
         assert wanted.grad is not None and bias.grad is not None
-        torch.vmap(F.scaled_dot_product_attention)(*(x[None] for x in (q, k, v)))
-        F.scaled_dot_product_attention(q[0], k[0], v[0])
+        torch.vmap(functional.scaled_dot_product_attention)(*(x[None] for x in (q, k, v)))
+        functional.scaled_dot_product_attention(q[0], k[0], v[0])
         nested = torch.nested.nested_tensor([q[0].transpose(0, 1)], layout=torch.jagged)
         nested = nested.transpose(1, 2)
-        F.scaled_dot_product_attention(nested, nested, nested)
+        functional.scaled_dot_product_attention(nested, nested, nested)
         assert stats.sparse_calls == 0
         with torch.enable_grad():  # nobody wants one
-            F.scaled_dot_product_attention(q, k, v)
+            functional.scaled_dot_product_attention(q, k, v)
     assert stats.sparse_calls == 1 and torch.equal(out, expected)
     words = ["dropout", "gradients", "torch.vmap", "not (batch, heads", "nested"]
     assert sorted(stats.reasons.values()) == [1, 1, 1, 1, 2]
@@ -160,8 +163,8 @@ def test_dropout_gradients_and_transforms_stay_torchs(make_qkv) -> None:
 def test_autocast_decides_the_dtype(make_qkv) -> None:
     q, k, v = make_qkv(1, 2, TOKENS, dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16), sparge.sdpa(WHOLE, 128) as stats:
-        out = F.scaled_dot_product_attention(q, k, v)
-        assert torch.equal(F.scaled_dot_product_attention(q, k, v.bfloat16()), out)
+        out = functional.scaled_dot_product_attention(q, k, v)
+        assert torch.equal(functional.scaled_dot_product_attention(q, k, v.bfloat16()), out)
     with torch.autocast("cpu", torch.bfloat16):
         exact = torch_attention(q, k, v)
     assert out.dtype == exact.dtype == torch.bfloat16 and stats.sparse_calls == 2
@@ -171,17 +174,17 @@ def test_autocast_decides_the_dtype(make_qkv) -> None:
 def test_density_is_that_of_all_calls_and_waits_for_nobody(make_qkv) -> None:
     q, k, v = make_qkv(1, 2, 1024)
     with sparge.sdpa(sparge.SparsePolicy(topk=0.25), 128) as stats:
-        F.scaled_dot_product_attention(q, k, v)
+        functional.scaled_dot_product_attention(q, k, v)
         assert stats.density == pytest.approx(0.25)
-        F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        functional.scaled_dot_product_attention(q, k, v, is_causal=True)
     assert 0.25 < stats.density < 0.44
     assert "2 sparse calls" in str(stats)
     with sparge.sdpa(min_tokens=128) as by_default:
-        out = F.scaled_dot_product_attention(q, k, v)
+        out = functional.scaled_dot_product_attention(q, k, v)
     assert by_default.density == pytest.approx(0.5, abs=0.07)
     assert torch.equal(out, sparge.sdpa_call(q, k, v, min_tokens=128))
     with sparge.sdpa() as longer:
-        F.scaled_dot_product_attention(q, k, v)
+        functional.scaled_dot_product_attention(q, k, v)
     assert "fewer than 4096" in next(iter(longer.reasons)) and stats.sparse_calls == 2
 
 
@@ -195,7 +198,7 @@ def test_a_mask_is_read_once(make_qkv, monkeypatch: pytest.MonkeyPatch) -> None:
     masks = [REAL[:, None, None].clone(), REAL[:1].clone(), TRIANGLE.clone()]
     with sparge.sdpa(WHOLE, 128) as stats:
         for mask in masks * 3:
-            F.scaled_dot_product_attention(q, k, v, mask)
+            functional.scaled_dot_product_attention(q, k, v, mask)
     assert len(reads) == 3 and (stats.sparse_calls, stats.exact_calls) == (6, 3)
     # To key_padding two dimensions are batch and keys, to torch queries and keys.
     square = torch.ones(2, TOKENS, dtype=torch.bool)
@@ -215,7 +218,7 @@ class Block(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = q
         for _ in range(self.calls):
-            out = F.scaled_dot_product_attention(
+            out = functional.scaled_dot_product_attention(
                 out, k, v, attn_mask=self.mask, is_causal=self.causal
             )
         return out.transpose(1, 2).flatten(2)
@@ -289,11 +292,13 @@ def test_ours_and_what_we_call_exact_stay_out_of_it(make_qkv, monkeypatch) -> No
         sparge.attention(q, k, v)
         assert torch.equal(Call(q, k, v).exact(), exact)
     assert stats.sparse_calls == stats.exact_calls == 0
-    monkeypatch.setattr(F, "scaled_dot_product_attention", sparge.sdpa_call)
-    assert torch.equal(F.scaled_dot_product_attention(q, k, v), exact), "too short by default"
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", sparge.sdpa_call)
+    assert torch.equal(functional.scaled_dot_product_attention(q, k, v), exact), (
+        "too short by default"
+    )
     assert torch.equal(Call(q, k, v).exact(), exact)
     with sparge.sdpa(WHOLE, 128) as stats:  # sees what the replacement leaves to torch
-        assert not torch.equal(F.scaled_dot_product_attention(q, k, v), exact)
+        assert not torch.equal(functional.scaled_dot_product_attention(q, k, v), exact)
     assert stats.sparse_calls == 1
 
 
@@ -301,9 +306,9 @@ def test_contexts_nest_and_the_inner_one_comes_first(make_qkv) -> None:
     q, k, v = make_qkv(1, 2, TOKENS)
     with sparge.sdpa(min_tokens=128) as outer:
         with sparge.sdpa(WHOLE, 128) as inner:
-            F.scaled_dot_product_attention(q, k, v)
+            functional.scaled_dot_product_attention(q, k, v)
         with sparge.sdpa(min_tokens=9999) as longer:
-            F.scaled_dot_product_attention(q, k, v)
+            functional.scaled_dot_product_attention(q, k, v)
     assert [x.sparse_calls for x in (outer, inner, longer)] == [1, 1, 0]
     assert [x.exact_calls for x in (outer, inner, longer)] == [0, 0, 1]
 

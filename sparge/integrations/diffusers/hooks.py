@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ...checks.torch_call import as_autocast
+from ...checks.torch_call import TorchCall, as_autocast
 from ...common.torch_attention import TORCH_ATTENTION
 from ...common.untraced import untraced
 from ...common.whole_graph import is_traced_whole
@@ -25,7 +25,7 @@ from .layout import blocks_of
 
 
 class PassOwner(Protocol):
-    """What the hooks tell of passes."""
+    """Owner of the hooks, who is told of each pass."""
 
     def begin_pass(self, hooks: TransformerHooks, given: Mapping[str, Any]) -> Forward | None:
         """Begins a pass; None for one that is left as it is. given: arguments by name."""
@@ -43,7 +43,7 @@ class TransformerHooks:
         self.model: Any = getattr(transformer, "_orig_mod", transformer)
         self.blocks = blocks_of(self.model)
         self.pass_name: str | None = None
-        """What the pipeline calls the running pass, such as "cond"."""
+        """Name that the pipeline has for the running pass, such as "cond"."""
         self._signature = inspect.signature(type(self.model).forward)
         self._open: list[Forward] = []
         self._block = 0
@@ -128,25 +128,13 @@ class TransformerHooks:
         return None if is_traced_whole() else self._attend(*args, **kwargs)
 
     @untraced
-    def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        options = {"dropout_p": dropout_p > 0, "is_causal": is_causal}
-        changing = tuple(name for name, given in options.items() if given)
-        q, k, v = (as_autocast(x) for x in (query, key, value))
-        call = SdpaCall(q, k, v, attn_mask, scale, changing)
-        exact = partial(
-            TORCH_ATTENTION, query, key, value, attn_mask, dropout_p, is_causal, scale=scale,
-            enable_gqa=enable_gqa,
-        )  # fmt: skip
+    def _attend(self, *args: Any, **kwargs: Any) -> Tensor:
+        given = TorchCall(*args, **kwargs)
+        options = {"dropout_p": given.dropout_p > 0, "is_causal": given.is_causal}
+        changing = tuple(name for name, changes in options.items() if changes)
+        q, k, v = (as_autocast(x) for x in (given.query, given.key, given.value))
+        call = SdpaCall(q, k, v, given.attn_mask, given.scale, changing)
+        exact = partial(TORCH_ATTENTION, *args, **kwargs)
         # The pass takes results with tokens first.
         out = self._open[-1].attend(call, self._block, lambda: exact().transpose(1, 2))
         return out.transpose(1, 2)

@@ -44,7 +44,7 @@ class Row:
     tokens: Callable[[Any, Mapping[str, Any]], Tokens | None]
     """From the model's configuration, and the arguments of its forward pass by name."""
     timestep_scale: float = 1.0
-    """What the pipeline divides the scheduler's timesteps by."""
+    """Divisor by which the pipeline makes timesteps of the scheduler's."""
 
 
 def row_of(model: object) -> Row | None:

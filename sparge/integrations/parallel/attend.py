@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one rank computes, where an engine splits a sequence over several GPUs."""
+"""Attention of one rank, where an engine splits a sequence over several GPUs."""
 
 from __future__ import annotations
 

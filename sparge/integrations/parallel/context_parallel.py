@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from ...checks.argument import check_kind, whole_number
+from ...checks.torch_call import TorchCall
 from ...order.places import dealt_places
 from ...policy import SparsePolicy
 from ...sampling import TokenLayout
@@ -41,7 +42,7 @@ NO_TOKENS = "{name}: its tokens are not known here, so they stay as they come an
 
 
 class Degrees(Protocol):
-    """What is asked of diffusers' ContextParallelConfig."""
+    """Fields that are read of diffusers' ContextParallelConfig."""
 
     ring_degree: int
     ulysses_degree: int
@@ -147,19 +148,14 @@ class _Mode(AttentionMode):
         super().__init__(self._result)
         self._attend = attend
 
-    def _result(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
+    def _result(self, *args: Any, **kwargs: Any) -> Tensor:
+        call = TorchCall(*args, **kwargs)
         return self._attend(
-            query, key, value, mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale
+            *call[:3],
+            mask=call.attn_mask,
+            dropout_p=call.dropout_p,
+            is_causal=call.is_causal,
+            scale=call.scale,
         )
 
     def __torch_function__(
@@ -184,7 +180,7 @@ class _Mode(AttentionMode):
         *,
         scale: float | None = None,
     ) -> tuple[Any, ...]:
-        """What PyTorch's flash attention returns; what its backward pass would need is empty."""
+        """Results of PyTorch's flash attention; those for a backward pass are empty."""
         out, lse = self._attend.with_lse(
             query, key, value, dropout_p=dropout_p, is_causal=is_causal, scale=scale
         )

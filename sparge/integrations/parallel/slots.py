@@ -72,7 +72,7 @@ def sageattention_module(attend: RankAttention) -> ModuleType:
     """
     module = ModuleType("sageattention", "Sparge Attention in the place of SageAttention.")
     module.__spec__ = ModuleSpec("sageattention", loader=None)
-    module.sageattn = sageattention_slot(attend)  # type: ignore[attr-defined]
+    vars(module)["sageattn"] = sageattention_slot(attend)
     return module
 
 

@@ -198,5 +198,5 @@ class Functions:
         """Function of that implementation; "eager" is one of the model's own file."""
         name = self._name(getattr(module, "config", None))
         if name == "eager":
-            return sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[attr-defined]
+            return vars(sys.modules[type(module).__module__])["eager_attention_forward"]
         return AttentionInterface._global_mapping[name]
