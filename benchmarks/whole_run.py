@@ -16,9 +16,10 @@ the density is what the target error needs: with random weights that may be ever
 With --start-percent 0 and few steps it times sparse calls: in an auto mode the first one is dense
 and measured. So short a run would save on token orders, or stay dense: here each is measured.
 
-With --again each run is made twice, as one who queues a graph twice does, and its figures are those
-of the second; first_run_seconds tells what the first one in a process costs more. The memory cache
-is emptied before each, as ComfyUI does between two prompts.
+With --again each run with the node is made twice, as one who queues a graph twice does, and its
+figures are those of the second; first_run_seconds tells what the first one in a process costs more.
+The default run has a run of two steps before it. The memory cache is emptied before each, as
+ComfyUI does between two prompts.
 
 --only-first 7 takes 7 of the steps, 3 of the default run; run_seconds counts the others as long as
 the last one, and sampled_seconds is what was measured.
@@ -53,6 +54,7 @@ from benchmarks.timing import ROOT, commit
 
 AUTO_QUALITY = "auto quality"
 COMPANIONS = ("easycache", "compile", "fp8")
+WARM_UP_STEPS = 2  # before a default run of --again, whose first steps tell nothing of ours
 DEFAULT_STEPS = 3  # of a default run with --only-first, where all steps are alike
 
 
@@ -98,7 +100,9 @@ def measure_calls(host: Host, model: VideoModel, args: argparse.Namespace, write
             sampling = Sampling(args.steps, args.cfg, args.only_first, args.one_by_one)
             if args.only_first and run.widgets is None:
                 sampling = replace(sampling, only_first=min(args.only_first, DEFAULT_STEPS))
-            runs = 1 + (args.again or companion is COMPILED)
+            if run.widgets is None and args.again:
+                host.sample(model, patchers, replace(sampling, steps=WARM_UP_STEPS, only_first=0))
+            runs = 1 + ((args.again and run.widgets is not None) or companion is COMPILED)
             sampled = host.sample(model, patchers, sampling, run.widgets, companion, runs)
             line = timed(sampled, sampling) | {"steps": args.steps, "cfg": args.cfg}
             line |= host.remarks()
