@@ -41,13 +41,14 @@ SPARGE_DEVICE void attend_block(const AttendParams& p, Smem& smem, u32* list) {
   if (threadIdx.x < kRowGroups) smem.skipped_pairs[threadIdx.x] = 0;
   __syncthreads();
   if (kParts > 1 && work.queries <= 0) return;
+  const QueryRows query_rows(p, work);
   const bool finite = load_list(list, smem, p);
 
   // Scores of such a head are NaN, of which maxima see nothing.
   if (kPvFilter && !finite && threadIdx.x == 0) smem.work.pvthreshd = kNotANumber;
 
   Pipeline pipeline(smem, p, list);
-  load_queries(smem, p, work, finite);
+  store_queries(smem, p, query_rows, finite);
   Softmax softmax(smem, p.problem);
   QueryFragments queries;
   keep_queries(queries, smem.q);

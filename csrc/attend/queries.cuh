@@ -2,9 +2,9 @@
 // Reads the query rows once, straight from the caller's tensor, into a swizzled tile of INT8 or 16-bit rows.
 #pragma once
 
+#include "../common/chunks.cuh"
 #include "../common/int8.cuh"
 #include "../common/reduce.cuh"
-#include "../common/rows.cuh"
 #include "layout.cuh"
 
 namespace sparge::attend {
@@ -43,30 +43,56 @@ SPARGE_DEVICE void scale_queries(Smem& smem, i32 first_row) {
   smem.q_scale[kRows + first_row + lane] = ScaleBounds::sharpness(scale, bounded);
 }
 
-// Each warp stores, and later reads, its own rows only.
-SPARGE_DEVICE void load_queries(Smem& smem, const AttendParams& p, const Work& work, bool finite) {
-  const i32 lane = threadIdx.x % kWarpSize, first_row = threadIdx.x / kWarpSize * kWarpRows;
-  const i32 channel = lane % kTokenLanes * kLaneChannels;
-  with_rows(p.q, work.b, work.head, p.problem.channels, [&](auto rows) {
-#pragma unroll 4
-    for (int pass = 0; pass < kWarpRows / kTokensPerPass; ++pass) {
-      const i32 row = first_row + pass * kTokensPerPass + lane / kTokenLanes;
-      const i32 token = work.token(p.problem, row);
-      float x[kLaneChannels] = {};
-      if (token >= 0) rows.load(token, channel, x);
-      store_query(smem, row, channel, x, finite);
-      if (is_quantized(kElement) && p.lse) {
-        float dot = 0.0f;
+// The warp's query rows on their way from the caller's tensor: each thread has eight channels of some of them. They set out before
+// the block map is read, so that both wait at once.
+struct QueryRows {
+  static constexpr int kPasses = kWarpRows / kTokensPerPass;
+  Chunk chunk[kPasses];
+
+  SPARGE_DEVICE QueryRows(const AttendParams& p, const Work& work) {
+    with_chunks(p.q, work.b, work.head, p.problem.channels, [&](auto rows) {
 #pragma unroll
-        for (int i = 0; i < kLaneChannels; ++i) dot += x[i] * p.k_mean[work.kv_at * kHeadDim + channel + i];
-        dot = lane_sum<1, kTokenLanes>(dot);
-        if (channel == 0) smem.q_dot_mean[row] = dot;
-      }
+      for (int pass = 0; pass < kPasses; ++pass) chunk[pass] = rows.load(work.token(p.problem, row(pass)), channel());
+    });
+  }
+
+  SPARGE_DEVICE static i32 first_row() { return ptx::thread_index() / kWarpSize * kWarpRows; }
+  SPARGE_DEVICE static i32 row(int pass) {
+    return first_row() + pass * kTokensPerPass + ptx::thread_index() % kWarpSize / kTokenLanes;
+  }
+  SPARGE_DEVICE static i32 channel() { return ptx::thread_index() % kTokenLanes * kLaneChannels; }
+};
+
+// kType: of the chunks' pairs.
+template <DType kType>
+SPARGE_DEVICE void store_rows(Smem& smem, const AttendParams& p, const QueryRows& rows, bool finite) {
+  const i32 channel = QueryRows::channel();
+#pragma unroll
+  for (int pass = 0; pass < QueryRows::kPasses; ++pass) {
+    const i32 row = QueryRows::row(pass);
+    float x[kLaneChannels];
+#pragma unroll
+    for (int i = 0; i < kLaneChannels; i += 2) unpack_pair(kType, rows.chunk[pass].word[i / 2], x[i], x[i + 1]);
+    store_query(smem, row, channel, x, finite);
+    if (is_quantized(kElement) && p.lse) {
+      float dot = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kLaneChannels; ++i) dot += x[i] * p.k_mean[smem.work.kv_at * kHeadDim + channel + i];
+      dot = lane_sum<1, kTokenLanes>(dot);
+      if (channel == 0) smem.q_dot_mean[row] = dot;
     }
-  });
+  }
+}
+
+// Each warp stores, and later reads, its own rows only.
+SPARGE_DEVICE void store_queries(Smem& smem, const AttendParams& p, const QueryRows& rows, bool finite) {
+  if (p.q.dtype == DType::kFp16)
+    store_rows<DType::kFp16>(smem, p, rows, finite);
+  else
+    store_rows<DType::kBf16>(smem, p, rows, finite);
   __syncwarp();
   if constexpr (is_quantized(kElement)) {
-    scale_queries(smem, first_row);
+    scale_queries(smem, QueryRows::first_row());
     __syncwarp();
   }
 }

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "../ptx/convert.cuh"
+#include "../ptx/schedule.cuh"
 #include "constants.cuh"
 #include "work.cuh"
 
@@ -39,6 +40,14 @@ struct Value {
     }
   }
 };
+
+// Of channels channel and channel + 1. Nobody writes them meanwhile, so that loads need not stay behind stores.
+SPARGE_DEVICE void load_value_pair(Value& low, Value& high, const AttendParams& p, i32 kv_at, i32 channel) {
+  if constexpr (is_quantized(kElement)) {
+    ptx::load_constant(low.mean, high.mean, p.v_mean + kv_at * kHeadDim + channel);
+    ptx::load_constant(low.scale, high.scale, p.v_scale + kv_at * kHeadDim + channel);
+  }
+}
 
 // Output row of one query, by its token, and its row of partial results where those are asked for.
 struct RowStore {

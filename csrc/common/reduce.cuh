@@ -59,6 +59,24 @@ SPARGE_DEVICE i32 lane_channel(i32 lane) {
   return (lane & kFirst ? 4 : 0) + (lane & 2 * kFirst ? 2 : 0) + (lane & 4 * kFirst ? 1 : 0);
 }
 
+// Transposes four words of four neighbouring lanes: lane i of them gets the words i of all, in the order of lanes.
+SPARGE_DEVICE void transpose_quad(u32 (&word)[4], i32 quad_lane) {
+  const bool upper = quad_lane & 2, odd = quad_lane & 1;
+  u32 own[2], other[2];  // words of this lane and of the one that differs in bit 1, both of this lane's half
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    own[i] = upper ? word[i + 2] : word[i];
+    other[i] = __shfl_xor_sync(kFullWarp, upper ? word[i] : word[i + 2], 2);
+  }
+  const u32 from_own = __shfl_xor_sync(kFullWarp, odd ? own[0] : own[1], 1), from_other = __shfl_xor_sync(kFullWarp, odd ? other[0] : other[1], 1);
+  const u32 even_lane = odd ? from_own : own[0], odd_lane = odd ? own[1] : from_own;
+  const u32 even_other = odd ? from_other : other[0], odd_other = odd ? other[1] : from_other;
+  word[0] = upper ? even_other : even_lane;
+  word[1] = upper ? odd_other : odd_lane;
+  word[2] = upper ? even_lane : even_other;
+  word[3] = upper ? odd_lane : odd_other;
+}
+
 SPARGE_DEVICE u32 warp_sum(u32 value) { return __reduce_add_sync(kFullWarp, value); }
 
 SPARGE_DEVICE u64 warp_sum(u64 value) {

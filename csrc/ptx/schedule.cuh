@@ -38,4 +38,9 @@ SPARGE_DEVICE u16 load_ahead(const u16* at) {
   return value;
 }
 
+// Two neighbours from global memory that nobody writes while the kernel runs: such loads may move before stores.
+SPARGE_DEVICE void load_constant(float& low, float& high, const float* at) {
+  asm("ld.global.nc.v2.f32 {%0, %1}, [%2];" : "=f"(low), "=f"(high) : "l"(at));
+}
+
 }  // namespace sparge::ptx
