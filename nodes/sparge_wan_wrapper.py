@@ -31,7 +31,7 @@ class SpargeAttentionWanVideoWrapper(io.ComfyNode):
         return io.Schema(
             node_id="SpargeAttentionWanVideoWrapper",
             # Longer than the name of Sparge Attention, which shall come first in a search.
-            display_name="Sparge Attention for kijai's WanVideoWrapper",
+            display_name="Sparge Attention for WanVideoWrapper (kijai)",
             category="model/patch",
             description=(
                 "Makes models of the pack WanVideoWrapper render faster: it skips the work that "
