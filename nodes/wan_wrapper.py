@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hook of the node for kijai's WanVideoWrapper into a model of that pack.
+"""Hook of the node for WanVideoWrapper, kijai's pack, into a model of that pack.
 
 Clones of such a model share its transformer, and with it our gate. It lets passes through whose
 options do not carry what the node put into those of its own clone.
