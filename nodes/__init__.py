@@ -19,6 +19,7 @@ class SpargeExtension(ComfyExtension):
         from .sparge_compare import SpargeAttentionCompare
         from .sparge_profile_load import SpargeProfileLoad
         from .sparge_report import SpargeAttentionReport
+        from .sparge_wan_wrapper import SpargeAttentionWanVideoWrapper
 
         return [
             SpargeAttention,
@@ -28,4 +29,5 @@ class SpargeExtension(ComfyExtension):
             SpargeGPUBenchmark,
             SpargeAttentionCompare,
             SpargeCogVideoXLoad,
+            SpargeAttentionWanVideoWrapper,
         ]

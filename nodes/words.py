@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ..sparge.sampling import HostWords, Why
 
 _NO_CALL = "no attention call reached this node; "
@@ -27,5 +29,23 @@ WORDS = HostWords(
     not_finite_later=(
         "NaN or inf came into attention in sparse steps: bypass this node and run the same seed to "
         "see whether the model gives them by itself"
+    ),
+)
+
+_NO_CALL_OF_WRAPPER = Why(
+    f"{_NO_CALL}the run ended before start_step, a node after this one sets another attention "
+    "mode, or the model computes attention past that mode (radial attention, MultiTalk, or "
+    "torch.compile with fullgraph)",
+    ("No attention call reached this node", "Lower start_step, or put it last"),
+)
+#: In WanVideoWrapper, which says where its attention goes by the attention mode.
+WAN_WRAPPER = replace(
+    WORDS,
+    no_calls=_NO_CALL_OF_WRAPPER,
+    whole_graph=_NO_CALL_OF_WRAPPER,
+    replaced=Why(
+        "the {what}'s self-attention did not reach this node; the model computes it past the "
+        "attention mode",
+        ("The {what}'s self-attention", "did not reach this node"),
     ),
 )

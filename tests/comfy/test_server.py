@@ -243,6 +243,7 @@ def test_help_pages_and_translation_are_served(server, pack_folder):
         ("SpargeGPUBenchmark", "Sparge GPU Benchmark"),
         ("SpargeAttentionCompare", "Sparge Attention Compare"),
         ("SpargeCogVideoXLoad", "Load CogVideoX"),
+        ("SpargeAttentionWanVideoWrapper", "Sparge Attention for WanVideoWrapper"),
     ):
         assert f"# {title}" in server.get(f"/extensions/{pack_folder}/docs/{node}.md")
     labels = {

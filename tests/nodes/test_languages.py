@@ -87,7 +87,13 @@ def test_every_text_of_every_node_is_in_every_language(english) -> None:
 
 #: A label has the English name of a widget, because tooltips, help pages and the log use it. Of
 #: other inputs these kinds are known to all.
-KNOWN_SOCKETS = ("ModelInput", "ConditioningInput", "LatentInput", "ImageInput")
+KNOWN_SOCKETS = (
+    "ModelInput",
+    "WANVIDEOMODELInput",
+    "ConditioningInput",
+    "LatentInput",
+    "ImageInput",
+)
 LONGEST_LABEL = 34  # a node that is as wide as ComfyUI makes it shows the value beside it
 
 

@@ -86,6 +86,7 @@ def test_the_extension_offers_the_node(load_pack, node):
         "SpargeGPUBenchmark",
         "SpargeAttentionCompare",
         "SpargeCogVideoXLoad",
+        "SpargeAttentionWanVideoWrapper",
     ]
     pages = PACK / load_pack().WEB_DIRECTORY / "docs"
     assert all((pages / f"{name}.md").is_file() for name in names)

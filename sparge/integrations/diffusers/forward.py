@@ -5,9 +5,13 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 from torch import Tensor
 
+from ...checks.torch_call import TorchCall, as_autocast
+from ...common.torch_attention import TORCH_ATTENTION
 from ...sampling import Dense, Kind, Layer, ServedPass
 from .call import SdpaCall
 
@@ -31,3 +35,15 @@ class Forward(ServedPass):
         layer = Layer(number, self.layout.row(number, earlier), beside=not counts)
         self._calls[place] += counts
         return self.serve(given, kind, layer, dense)
+
+    def attend_torch(self, block: int, *args: Any, **kwargs: Any) -> Tensor:
+        """Result of a call with the arguments of `scaled_dot_product_attention`, as `attend` has
+        it."""
+        given = TorchCall(*args, **kwargs)
+        options = {"dropout_p": given.dropout_p > 0, "is_causal": given.is_causal}
+        changing = tuple(name for name, changes in options.items() if changes)
+        q, k, v = (as_autocast(x) for x in (given.query, given.key, given.value))
+        call = SdpaCall(q, k, v, given.attn_mask, given.scale, changing)
+        exact = partial(TORCH_ATTENTION, *args, **kwargs)
+        # Results of a pass have tokens first.
+        return self.attend(call, block, lambda: exact().transpose(1, 2)).transpose(1, 2)

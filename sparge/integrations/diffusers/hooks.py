@@ -14,12 +14,9 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ...checks.torch_call import TorchCall, as_autocast
-from ...common.torch_attention import TORCH_ATTENTION
 from ...common.untraced import untraced
 from ...common.whole_graph import is_traced_whole
 from ...sdpa import AttentionMode
-from .call import SdpaCall
 from .forward import Forward
 from .layout import blocks_of
 
@@ -129,12 +126,4 @@ class TransformerHooks:
 
     @untraced
     def _attend(self, *args: Any, **kwargs: Any) -> Tensor:
-        given = TorchCall(*args, **kwargs)
-        options = {"dropout_p": given.dropout_p > 0, "is_causal": given.is_causal}
-        changing = tuple(name for name, changes in options.items() if changes)
-        q, k, v = (as_autocast(x) for x in (given.query, given.key, given.value))
-        call = SdpaCall(q, k, v, given.attn_mask, given.scale, changing)
-        exact = partial(TORCH_ATTENTION, *args, **kwargs)
-        # The pass takes results with tokens first.
-        out = self._open[-1].attend(call, self._block, lambda: exact().transpose(1, 2))
-        return out.transpose(1, 2)
+        return self._open[-1].attend_torch(self._block, *args, **kwargs)

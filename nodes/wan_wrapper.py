@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hook of the node for WanVideoWrapper, kijai's pack, into a model of that pack.
+
+Clones of such a model share its transformer, and with it our gate. It lets passes through whose
+options do not carry what the node put into those of its own clone.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..sparge import TokenGrid, capabilities
+from ..sparge.common.failures import Failures
+from ..sparge.common.untraced import untraced
+from ..sparge.common.whole_graph import is_traced_whole
+from ..sparge.integrations.diffusers.forward import Forward
+from ..sparge.kernels.warmup import warm_up
+from ..sparge.sampling import Run, TokenLayout
+from ..sparge.sdpa import AttentionMode
+from ..sparge.speed.backend import TORCH
+from ..sparge.tune import PassFacts, SigmaWindow, TextPosition, fitted
+from . import host, report
+from .settings import Settings
+from .words import WAN_WRAPPER
+
+logger = logging.getLogger("sparge")
+
+CARRIED_KEY = "sparge_attention"
+#: Key of the pack's own node WanVideoSetAttentionModeOverride, and how long that lasts.
+MODE_KEY = "attention_mode_override"
+LAST_STEP = 10000
+
+#: Steps before ours keep the pack's attention, so all that come here may be sparse.
+_WINDOW = SigmaWindow.of(0.0, 1.0, lambda percent: 1.0 - percent)
+
+
+@dataclass(eq=False)
+class WrapperRun:
+    """One run of the pack's sampler."""
+
+    run: Run
+    node_id: str | None
+    finished: bool = False
+
+    def report(self) -> None:
+        try:
+            result = self.run.result(None, stopped=not self.finished)
+            # Without its seconds: nobody knows what the pack's own attention would have taken.
+            report.publish(replace(result, seconds=0.0), self.node_id)
+        except Exception:
+            logger.exception("[Sparge] the report failed")
+        finally:
+            self.run.session.end()
+
+
+class Carried:
+    """Mark in the options of a clone. The pack copies those deeply for each run: the copy of this
+    is that run's, and goes when the run is over."""
+
+    def __init__(self, hook: WanWrapperHook, origin: Carried | None = None) -> None:
+        self.hook = hook
+        self.of_run: WrapperRun | None = None
+        self._origin = origin  # the gate stays as long as a copy is in use
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Carried:
+        return Carried(self.hook, self)
+
+    def begin_run(self, run: Run, node_id: str | None) -> WrapperRun:
+        self.of_run = WrapperRun(run, node_id)
+        weakref.finalize(self, self.of_run.report).atexit = False
+        return self.of_run
+
+
+class Gate:
+    """Stand-in for the `forward` of a transformer: takes passes that carry a mark to its hook. It
+    stays as long as such a mark is in use."""
+
+    def __init__(self, transformer: Any) -> None:
+        self.transformer, self.own = transformer, transformer.forward
+        self._users = 0
+        functools.update_wrapper(self, self.own)
+
+    @classmethod
+    def add(cls, transformer: nn.Module, user: Carried) -> None:
+        """Puts a gate before a transformer where there is none, for as long as `user` lives."""
+        gate = transformer.__dict__.get("forward")
+        if not isinstance(gate, cls):
+            gate = transformer.forward = cls(transformer)
+        gate._users += 1
+        weakref.finalize(user, gate._leave).atexit = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        carried = (kwargs.get("transformer_options") or {}).get(CARRIED_KEY)
+        if torch.compiler.is_compiling() or not isinstance(carried, Carried):
+            return self.own(*args, **kwargs)
+        return carried.hook.around(self, carried, *args, **kwargs)
+
+    def _leave(self) -> None:
+        self._users -= 1
+        if not self._users and self.transformer.__dict__.get("forward") is self:
+            del self.transformer.forward
+
+
+class WanWrapperHook:
+    """Hook of one execution of the node."""
+
+    def __init__(self, settings: Settings, start_step: int, node_id: str | None) -> None:
+        """start_step: number of the first step that may be sparse."""
+        self._settings, self._start_step, self._node_id = settings, start_step, node_id
+        self._failures = Failures()
+        self._forward: Forward | None = None
+        self._mode = AttentionMode(self._serve)  # one for all passes, or graphs are traced anew
+
+    def install(self, model: Any) -> None:
+        """Puts the hook on `model`, a clone that nobody else has yet."""
+        options = model.model_options.setdefault("transformer_options", {})
+        carried = options[CARRIED_KEY] = Carried(self)
+        options[MODE_KEY] = {
+            "mode": "sdpa",
+            "start_step": self._start_step,
+            "end_step": LAST_STEP,
+            "verbose": False,
+        }
+        Gate.add(model.model.diffusion_model, carried)
+
+    def around(self, gate: Gate, carried: Carried, *args: Any, **kwargs: Any) -> Any:
+        """Result of a pass, sparse from start_step on."""
+        own, forward = partial(gate.own, *args, **kwargs), None
+        if self._forward is not None:  # another pack's wrapper is between two gates
+            return own()
+        with self._failures.caught("a pass of the model was left as it is"):
+            forward = self._begun(carried, gate.transformer, kwargs)
+        out = own() if forward is None else self._sparse(forward, own)
+        if carried.of_run is not None:
+            carried.of_run.finished |= bool(kwargs.get("last_step"))
+        return out
+
+    def _sparse(self, forward: Forward, own: Callable[[], Any]) -> Any:
+        self._forward = forward
+        try:
+            # ComfyUI's Cancel ends the pass with a BaseException, at which no hook of torch runs.
+            with self._mode:
+                return own()
+        finally:
+            self._forward = None
+            with self._failures.caught("a step was not prepared"):
+                forward.end()
+
+    def _serve(self, *args: Any, **kwargs: Any) -> Tensor | None:
+        """Result of a call of `scaled_dot_product_attention`; None for one that stays torch's."""
+        return None if is_traced_whole() else self._attend(*args, **kwargs)
+
+    @untraced
+    def _attend(self, *args: Any, **kwargs: Any) -> Tensor:
+        assert self._forward is not None
+        return self._forward.attend_torch(0, *args, **kwargs)  # calls are numbered as they come
+
+    def _begun(
+        self, carried: Carried, transformer: Any, given: Mapping[str, Any]
+    ) -> Forward | None:
+        """Begins a pass, and a run with the first one; None for a pass before start_step."""
+        latent, step = given["x"][0], given["current_step"]
+        device = latent.device
+        of_run = carried.of_run or carried.begin_run(self._new_run(device), self._node_id)
+        layout, run = _layout(transformer, latent), of_run.run
+        unusable = run.meet(layout, device)
+        if step < self._start_step:
+            return None
+        facts = PassFacts((int(bool(given.get("is_uncond"))),), step)
+        policy = fitted(run.asked, device)
+        begun = run.session.begin_pass(layout, policy, device, facts, usable=unusable is None)
+        return Forward(run=run, layout=layout, begun=begun, unusable=unusable)
+
+    def _new_run(self, device: torch.device) -> Run:
+        """Begins a run. Waits for the kernels."""
+        run = Run(self._settings, _WINDOW, (), backend=TORCH, words=WAN_WRAPPER)
+        if capabilities(device).usable:
+            warmup = warm_up(device, partial(host.show_on_node, self._node_id))
+            run.await_kernels(device, partial(warmup.wait, host.raise_if_interrupted))
+        return run
+
+
+def _layout(transformer: Any, latent: Tensor) -> TokenLayout:
+    """Layout of a pass over a latent (channels, time, height, width). Frames of reference beside
+    the clip make another number of tokens, which stay in the order they come."""
+    sizes = zip(latent.shape[1:], transformer.patch_size, strict=True)
+    time, height, width = (cells // patch for cells, patch in sizes)
+    return TokenLayout(
+        family="Wan",
+        text=TextPosition.NONE,
+        grid=(time, height, width),
+        tokens=TokenGrid(time, height, width),
+        heads=transformer.num_heads,
+        layers=len(transformer.blocks),
+    )
