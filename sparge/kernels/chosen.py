@@ -75,6 +75,8 @@ class Choices:
             self._tried.elements = before
 
 
+#: By their numbers; torch 2.11 does not trace `Element(number)`.
+_ELEMENTS = tuple(sorted(Element))
 #: Those of this process.
 _choices = Choices()
 
@@ -94,7 +96,8 @@ def trying(elements: Mapping[int, Element]) -> AbstractContextManager[None]:
 
 def chosen_element(device: torch.device, arch: str, channels: int) -> Element:
     """Element of an 8-bit call with so many channels; from then on it stays."""
-    return Element(_number(device, arch, next(size for size in HEAD_DIMS if channels <= size)))
+    head_dim = next(size for size in HEAD_DIMS if channels <= size)
+    return _ELEMENTS[_number(device, arch, head_dim)]
 
 
 # A constant of a graph cannot be an Element.

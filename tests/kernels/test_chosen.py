@@ -75,3 +75,18 @@ def test_a_target_with_one_variant_has_no_choice(arch, own, pretend_gpu, monkeyp
     nothing: Any = None
     monkeypatch.setattr(chosen, "_choices", nothing)
     assert element_of(SparsePolicy(), 64, torch.bfloat16) is own
+
+
+def test_whole_graphs_take_the_chosen_element() -> None:
+    """Its kind is a constant of the graph; torch 2.11 traces no call of an enum."""
+
+    def bytes_of_values(x: torch.Tensor) -> torch.Tensor:
+        element = chosen.chosen_element(x.device, "sm_86", 64)
+        return x * element.value_bytes * (1 if element.quantized else 10)
+
+    traced = torch.compile(bytes_of_values, fullgraph=True, backend="eager")
+    with chosen.trying({64: Element.BF16}):
+        assert traced(torch.ones(1)) == 20
+    torch._dynamo.reset()
+    with chosen.trying({64: Element.INT8_INT8}):
+        assert traced(torch.ones(1)) == 1
