@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 import sparge
+from benchmarks.tiny_models.texts import SIZES, Run, forward, in_parts
 from sparge.common.metrics import rel_l2
 
 transformers: Any = pytest.importorskip("transformers", "5.24", reason="needs transformers 5.24")
 from sparge.integrations.transformers import enable  # noqa: E402
 from sparge.integrations.transformers.causal_mask import CausalMask  # noqa: E402
-from tests.integrations.conftest import SIZES  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -41,37 +41,6 @@ def inference() -> Iterator[None]:
 @pytest.fixture
 def ids(generator: torch.Generator) -> Tensor:
     return torch.randint(3, 97, (2, TOKENS), generator=generator)
-
-
-Run = Callable[[Any, Tensor], Tensor]
-
-
-def forward(**options: Any) -> Run:
-    def run(model: Any, ids: Tensor) -> Tensor:
-        mask = options.get("attention_mask")
-        logits = model(ids, use_cache=False, **options).logits
-        return logits if mask is None or mask.dim() > 2 else logits[mask.bool()]
-
-    return run
-
-
-def in_parts(*ends: int, mask: Tensor | None = None, room: int | None = None) -> Run:
-    """Passes of a cache that end at these tokens; `room` makes it a static one of so many."""
-
-    def run(model: Any, ids: Tensor) -> Tensor:
-        cache: Any = None
-        if room is not None:
-            cache = transformers.StaticCache(config=model.config, max_cache_len=room)
-        logits, start = [], 0
-        for end in ends:
-            seen = None if mask is None else mask[:, :end]
-            out = model(ids[:, start:end], cache=cache, use_cache=True, attention_mask=seen)
-            cache, start = out.cache, end
-            logits.append(out.logits)
-        found = torch.cat(logits, 1)
-        return found if mask is None else found[mask[:, : ends[-1]].bool()]
-
-    return run
 
 
 @dataclass
