@@ -55,6 +55,8 @@ class Case:
 
 PACKED = torch.cat([torch.arange(150), torch.arange(170)]).expand(2, -1)
 CUSTOM = torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool).tril()
+WIDE, SINKS = "head_dim is 160; up to 128 is supported.", "learned sinks"
+OF_GPT_OSS = {"attention": "eager", "num_local_experts": 2, "num_experts_per_tok": 1}
 CASES = {
     "prefill": Case(forward(), LAYERS),
     "all real": Case(forward(attention_mask=torch.ones_like(LEFT)), LAYERS),
@@ -66,15 +68,19 @@ CASES = {
     "chunks, left padding": Case(in_parts(110, 215, 320, mask=LEFT), 5 * LAYERS),
     "chunks, right padding": Case(in_parts(110, 220, 320, mask=RIGHT), 4 * LAYERS),
     "static cache": Case(in_parts(200, 201, 320, room=400), 2 * LAYERS, {FEW: LAYERS}),
+    "static cache, wide heads": Case(
+        in_parts(200, 320, room=400), 0, {WIDE: 2 * LAYERS}, model={"head_dim": 160}
+    ),
+    "static cache, learned sinks": Case(
+        in_parts(200, 320, room=400), 0, {SINKS: 2 * LAYERS}, "GptOss", OF_GPT_OSS
+    ),
     "packed": Case(forward(position_ids=PACKED), 0, {MASK: LAYERS}),
     "own mask": Case(forward(attention_mask=CUSTOM), 0, {MASK: LAYERS}),
     "holes": Case(forward(attention_mask=(PLACES % 5 > 0).long().expand(2, -1)), 0, {MASK: LAYERS}),
     "many heads": Case(forward(), LAYERS, model={"num_key_value_heads": 2}),
     "fp32": Case(forward(), LAYERS, model={"dtype": torch.float32}),
     "behind eager": Case(in_parts(200, 201), LAYERS, {FEW: LAYERS}, model={"attention": "eager"}),
-    "wide heads": Case(
-        forward(), 0, {"head_dim is 160; up to 128 is supported.": LAYERS}, model={"head_dim": 160}
-    ),
+    "wide heads": Case(forward(), 0, {WIDE: LAYERS}, model={"head_dim": 160}),
     "short": Case(lambda model, ids: model(ids[:, :90]).logits, 0, {FEW: LAYERS}),
     "Mistral, sliding": Case(
         forward(), 0, {"a sliding window": LAYERS}, "Mistral", {"sliding_window": 100}
@@ -95,13 +101,7 @@ CASES = {
         "Gemma2",
         {"attention": "eager", "query_pre_attn_scalar": 64},
     ),
-    "learned sinks": Case(
-        forward(),
-        0,
-        {"learned sinks": LAYERS},
-        "GptOss",
-        {"attention": "eager", "num_local_experts": 2, "num_experts_per_tok": 1},
-    ),
+    "learned sinks": Case(forward(), 0, {SINKS: LAYERS}, "GptOss", OF_GPT_OSS),
 }
 
 
