@@ -3,9 +3,10 @@
 
 python -m benchmarks.hosts [--only WORD ...] [--out FILE]
 
-It runs on the CPU for some ten minutes and needs transformers, diffusers and accelerate. A line a
-row; `benchmarks.hosts.row` says what is thought of it. Ends with 1 where a row is silently wrong or
-dense, and writes nothing then. --only: cases whose model or name has a word in it, none written.
+It runs on the CPU for a quarter of an hour and needs transformers, diffusers and accelerate. A line
+a row; `benchmarks.hosts.row` says what is thought of it. Ends with 1 where a row is silently wrong
+or dense, and writes nothing then. --only: cases whose model or name has a word in it; none is
+written.
 `python -m benchmarks.report` makes docs/hosts/table.md of the rows.
 """
 

@@ -92,6 +92,14 @@ def _escaped(text: str) -> str:
     return text.replace("|", "\\|")
 
 
+def origin(path: Path = FILE) -> str:
+    """Versions and commit of the rows on file."""
+    names = ("torch", "transformers", "diffusers", "commit")
+    found = {tuple(row[name] for name in names) for row in read_rows(path)}
+    told = (", ".join(map(" ".join, zip(names, values, strict=True))) for values in sorted(found))
+    return f"\n{'; '.join(told)}.\n"
+
+
 def tables() -> dict[str, Callable[[], str]]:
     """Tables by the names of their places."""
-    return {"hosts-summary": lambda: summary(read()), "hosts": lambda: whole(read())}
+    return {"hosts-summary": lambda: summary(read()) + origin(), "hosts": lambda: whole(read())}
