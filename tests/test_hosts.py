@@ -62,7 +62,7 @@ def host_of(attend: Wrong, counts: Counts) -> Host:
         with torchs_function_is(attend):
             yield lambda: counts
 
-    return Host("a host", opened)
+    return Host("a host", opened, may_refuse=attend is refusing)
 
 
 def scaled(*call: Any, **options: Any) -> Tensor:
@@ -117,6 +117,8 @@ def test_what_is_left_has_every_bit_and_is_told() -> None:
     refused = row_of("plain", host_of(refusing, Counts()))
     assert refused.verdict is Verdict.REFUSED
     assert refused.refused == "ValueError: That is not served."
+    with pytest.raises(ValueError, match="That is not served"):
+        row_of("plain", replace(host_of(refusing, Counts()), may_refuse=False))
 
 
 @pytest.mark.parametrize("use", ["GQA, causal", "key padding left"])

@@ -51,6 +51,8 @@ class Host:
     """Context around a run, from the subject and the share that is kept."""
     least: int = LEAST
     """Queries and keys of the shortest call that it serves."""
+    may_refuse: bool = False
+    """Whether it may raise. Others leave to the model what they do not serve."""
 
 
 def policy(topk: float) -> sparge.SparsePolicy:
@@ -148,10 +150,12 @@ def diffusers_backend(subject: Subject, topk: float) -> Iterator[Counted]:
 _IN_PLACE = "F.scaled_dot_product_attention = "
 SPARGE_SDPA = Host("sparge.sdpa", function_mode)
 SDPA_CALL = Host(f"{_IN_PLACE}sparge.sdpa_call", function_replaced)
-UPSTREAM = Host(f"{_IN_PLACE}spas_sage2_attn_meansim_topk_cuda", upstream_replaced, least=1)
+UPSTREAM = Host(f"{_IN_PLACE}spas_sage2_attn_meansim_topk_cuda", upstream_replaced, 1, True)
 ANY_MODEL = (SPARGE_SDPA, SDPA_CALL, UPSTREAM)
 TRANSFORMERS = Host("transformers: enable", transformers_enable)
 DIFFUSERS = Host("diffusers: enable, manual", partial(diffusers_enable, "manual"))
 DIFFUSERS_AUTO = Host("diffusers: enable, auto budget", partial(diffusers_enable, "auto budget"))
 DIFFUSERS_NATIVE = Host("diffusers: enable, attention_backend(native)", diffusers_native_context)
-DIFFUSERS_BACKEND = Host("diffusers: set_attention_backend(sparge)", diffusers_backend)
+DIFFUSERS_BACKEND = Host(
+    "diffusers: set_attention_backend(sparge)", diffusers_backend, may_refuse=True
+)

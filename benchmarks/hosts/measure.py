@@ -47,11 +47,14 @@ def beside_own(make: Callable[[], Subject], own: Sequence[Tensor], least: int) -
 
 
 def measured(row: Row, case: Case, host: Host, own: Sequence[Tensor]) -> Row:
-    """Row with what the host made of the case. own: outputs of the model by itself."""
+    """Row with what the host made of the case. own: outputs of the model by itself. Raises what a
+    host raises that may not refuse."""
     try:
         whole, counts = used(case, host, 1.0)
         _, fewer = used(case, host, HALF)
-    except Exception as error:  # a host may raise whatever it likes
+    except Exception as error:
+        if not host.may_refuse:
+            raise
         return replace(row, refused=f"{type(error).__name__}: {sentence(str(error))}")
     left = dict(counts.left)
     if not counts.sparse + counts.dense + len(left) and counts.said:
