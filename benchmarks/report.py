@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the tables and pictures of docs/benchmarks.md and the README's table of runs.
+"""Writes the tables and pictures of docs/benchmarks.md, the README's table of runs, and that of
+hosts (docs/hosts/table.md).
 
 python -m benchmarks.report [--check]
 
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from . import pictures
+from .hosts import table as hosts
 from .issue_model.cards import predicted_table
 from .limits import read_rates
 from .quality import rows as quality
@@ -28,7 +30,11 @@ from .timing import ROOT, read_rows
 Row = dict[str, Any]
 
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = (ROOT / "docs" / "benchmarks.md", ROOT / "README.md")
+PAGES = (
+    ROOT / "docs" / "benchmarks.md",
+    ROOT / "docs" / "hosts" / "table.md",
+    ROOT / "README.md",
+)
 #: Files of `benchmarks.attention`, of `benchmarks.whole_run`, and of measurements.
 SPEEDS, SPEEDS_H100 = "h200.json", "h100.json"
 CALLS, CALLS_H100 = "h200_comfyui.jsonl", "h100_comfyui.jsonl"
@@ -148,6 +154,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "models-h100": lambda: model_calls(CALLS_H100),
     **{name: lambda part=part: part_table(quality.read(), part) for name, part in PARTS.items()},
     "quality-targets": lambda: targets_table(quality.read()),
+    **hosts.tables(),
 }
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny language models of random weights, and what a session asks of the library."""
+"""Tiny language models, and what a session asks of the library."""
 
 from __future__ import annotations
 
@@ -10,21 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-Make = Callable[..., Any]
+from benchmarks.tiny_models.texts import make_text_model
 
-SIZES = {
-    "hidden_size": 128,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 64,
-    "vocab_size": 97,
-    "max_position_embeddings": 2048,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+Make = Callable[..., Any]
 
 
 @pytest.fixture
@@ -33,17 +21,8 @@ def make_model(seed: int) -> Make:
     transformers: Any = pytest.importorskip("transformers", "5.24", reason="needs transformers")
     transformers.logging.set_verbosity_error()
 
-    def make(
-        architecture: str = "Llama",
-        dtype: torch.dtype = torch.bfloat16,
-        attention: str = "sdpa",
-        **configuration: Any,
-    ) -> Any:
-        torch.manual_seed(seed)
-        config = getattr(transformers, f"{architecture}Config")(
-            **(SIZES | configuration), attn_implementation=attention
-        )
-        return getattr(transformers, f"{architecture}ForCausalLM")(config).to(dtype).eval()
+    def make(architecture: str = "Llama", **configuration: Any) -> Any:
+        return make_text_model(architecture, seed, **configuration)
 
     return make
 

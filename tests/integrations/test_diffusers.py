@@ -19,11 +19,12 @@ diffusers: Any = pytest.importorskip("diffusers", reason=REASON)
 pytest.importorskip("transformers", reason=REASON)
 
 import sparge  # noqa: E402
+from benchmarks.tiny_models import pipelines  # noqa: E402
+from benchmarks.tiny_models.adapted import adapt  # noqa: E402
+from benchmarks.tiny_models.pipelines import ALL, TEXT, drawn  # noqa: E402
 from sparge.integrations.diffusers import enable  # noqa: E402
 from sparge.integrations.diffusers.rows import ROWS  # noqa: E402
 from sparge.tune import Session  # noqa: E402
-from tests.integrations import tiny_pipelines  # noqa: E402
-from tests.integrations.tiny_pipelines import ALL, TEXT, drawn  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("reference_allowed", "no_mode_left")
 
@@ -86,7 +87,7 @@ def test_text_is_exact_where_it_stands_and_the_clip_has_its_grid(
         tiny(2)
         call = int(name == "Mochi")  # which calls for the negative prompt first
         first, calls = served[call], len(served)
-        tiny(2, prompt_embeds=drawn(1, TEXT, tiny_pipelines.WIDTH, seed=9))
+        tiny(2, prompt_embeds=drawn(1, TEXT, pipelines.WIDTH, seed=9))
     other = served[calls + call].q
     changed = (first.q != other).any(-1).any(1)[-1]  # of a batch the last is the positive prompt
     before, after = tiny.text
@@ -265,8 +266,8 @@ def test_own_loops_second_order_and_masks_of_heads(passes: list[Any]) -> None:
     scheduler.set_timesteps(3)
     hidden = drawn(1, 4, 5, 16, 24, seed=1)
     given = {
-        "encoder_hidden_states": drawn(1, TEXT, tiny_pipelines.WIDTH, seed=2),
-        "encoder_attention_mask": tiny_pipelines.mask(TEXT),
+        "encoder_hidden_states": drawn(1, TEXT, pipelines.WIDTH, seed=2),
+        "encoder_attention_mask": pipelines.mask(TEXT),
         "image_rotary_emb": tiny.pipe._prepare_rotary_positional_embeddings(1, 128, 192, 5, "cpu"),
         "attention_mask": torch.ones(1, 5, 16, 24),
     }
@@ -302,21 +303,11 @@ def test_a_model_without_a_row_is_told() -> None:
 def test_offloaded_and_replaced_modules_do_not_matter() -> None:
     accelerate = pytest.importorskip("accelerate", reason=REASON)
 
-    class Adapted(torch.nn.Module):
-        """Linear layer with an adapter, as LoRA puts in its place."""
-
-        def __init__(self, base: torch.nn.Linear) -> None:
-            super().__init__()
-            self.base_layer, self.change = base, torch.nn.Linear(128, 128).bfloat16()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.base_layer(x) + self.change(x)
-
     tiny = ALL["Wan 2.1"]()
     with enable(tiny.pipe, "manual", topk=0.5, **TINY) as handle:
         plain = tiny(2)
         model = tiny.pipe.transformer
-        model.blocks[0].attn1.to_q = Adapted(model.blocks[0].attn1.to_q)
+        adapt(model.blocks[0].attn1, "to_q")
         adapted = tiny(2)
         accelerate.cpu_offload(model, execution_device=torch.device("cpu"), offload_buffers=True)
         assert model.blocks[0].attn1.to_q.change.weight.is_meta

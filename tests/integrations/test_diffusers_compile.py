@@ -14,9 +14,9 @@ pytest.importorskip("diffusers", reason=REASON)
 pytest.importorskip("transformers", reason=REASON)
 
 import sparge  # noqa: E402
+from benchmarks.tiny_models.pipelines import ALL, Tiny  # noqa: E402
 from sparge.common import whole_graph  # noqa: E402
 from sparge.integrations.diffusers import enable  # noqa: E402
-from tests.integrations.tiny_pipelines import ALL, Tiny  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("reference_allowed", "no_mode_left", "fresh_dynamo")
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 import sparge
+from benchmarks.tiny_models.texts import SIZES, Run, forward, in_parts
 from sparge.common.metrics import rel_l2
 
 transformers: Any = pytest.importorskip("transformers", "5.24", reason="needs transformers 5.24")
 from sparge.integrations.transformers import enable  # noqa: E402
 from sparge.integrations.transformers.causal_mask import CausalMask  # noqa: E402
-from tests.integrations.conftest import SIZES  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -43,37 +43,6 @@ def ids(generator: torch.Generator) -> Tensor:
     return torch.randint(3, 97, (2, TOKENS), generator=generator)
 
 
-Run = Callable[[Any, Tensor], Tensor]
-
-
-def forward(**options: Any) -> Run:
-    def run(model: Any, ids: Tensor) -> Tensor:
-        mask = options.get("attention_mask")
-        logits = model(ids, use_cache=False, **options).logits
-        return logits if mask is None or mask.dim() > 2 else logits[mask.bool()]
-
-    return run
-
-
-def in_parts(*ends: int, mask: Tensor | None = None, room: int | None = None) -> Run:
-    """Passes of a cache that end at these tokens; `room` makes it a static one of so many."""
-
-    def run(model: Any, ids: Tensor) -> Tensor:
-        cache: Any = None
-        if room is not None:
-            cache = transformers.StaticCache(config=model.config, max_cache_len=room)
-        logits, start = [], 0
-        for end in ends:
-            seen = None if mask is None else mask[:, :end]
-            out = model(ids[:, start:end], cache=cache, use_cache=True, attention_mask=seen)
-            cache, start = out.cache, end
-            logits.append(out.logits)
-        found = torch.cat(logits, 1)
-        return found if mask is None else found[mask[:, : ends[-1]].bool()]
-
-    return run
-
-
 @dataclass
 class Case:
     run: Run
@@ -86,6 +55,8 @@ class Case:
 
 PACKED = torch.cat([torch.arange(150), torch.arange(170)]).expand(2, -1)
 CUSTOM = torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool).tril()
+WIDE, SINKS = "head_dim is 160; up to 128 is supported.", "learned sinks"
+OF_GPT_OSS = {"attention": "eager", "num_local_experts": 2, "num_experts_per_tok": 1}
 CASES = {
     "prefill": Case(forward(), LAYERS),
     "all real": Case(forward(attention_mask=torch.ones_like(LEFT)), LAYERS),
@@ -97,15 +68,19 @@ CASES = {
     "chunks, left padding": Case(in_parts(110, 215, 320, mask=LEFT), 5 * LAYERS),
     "chunks, right padding": Case(in_parts(110, 220, 320, mask=RIGHT), 4 * LAYERS),
     "static cache": Case(in_parts(200, 201, 320, room=400), 2 * LAYERS, {FEW: LAYERS}),
+    "static cache, wide heads": Case(
+        in_parts(200, 320, room=400), 0, {WIDE: 2 * LAYERS}, model={"head_dim": 160}
+    ),
+    "static cache, learned sinks": Case(
+        in_parts(200, 320, room=400), 0, {SINKS: 2 * LAYERS}, "GptOss", OF_GPT_OSS
+    ),
     "packed": Case(forward(position_ids=PACKED), 0, {MASK: LAYERS}),
     "own mask": Case(forward(attention_mask=CUSTOM), 0, {MASK: LAYERS}),
     "holes": Case(forward(attention_mask=(PLACES % 5 > 0).long().expand(2, -1)), 0, {MASK: LAYERS}),
     "many heads": Case(forward(), LAYERS, model={"num_key_value_heads": 2}),
     "fp32": Case(forward(), LAYERS, model={"dtype": torch.float32}),
     "behind eager": Case(in_parts(200, 201), LAYERS, {FEW: LAYERS}, model={"attention": "eager"}),
-    "wide heads": Case(
-        forward(), 0, {"head_dim is 160; up to 128 is supported.": LAYERS}, model={"head_dim": 160}
-    ),
+    "wide heads": Case(forward(), 0, {WIDE: LAYERS}, model={"head_dim": 160}),
     "short": Case(lambda model, ids: model(ids[:, :90]).logits, 0, {FEW: LAYERS}),
     "Mistral, sliding": Case(
         forward(), 0, {"a sliding window": LAYERS}, "Mistral", {"sliding_window": 100}
@@ -126,13 +101,7 @@ CASES = {
         "Gemma2",
         {"attention": "eager", "query_pre_attn_scalar": 64},
     ),
-    "learned sinks": Case(
-        forward(),
-        0,
-        {"learned sinks": LAYERS},
-        "GptOss",
-        {"attention": "eager", "num_local_experts": 2, "num_experts_per_tok": 1},
-    ),
+    "learned sinks": Case(forward(), 0, {SINKS: LAYERS}, "GptOss", OF_GPT_OSS),
 }
 
 

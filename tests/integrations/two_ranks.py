@@ -172,7 +172,7 @@ def _exact(qkv: list[Tensor]) -> Tensor:
 
 def transformers(device: torch.device, seed: int) -> Results:
     """Transformers of diffusers under its ContextParallelConfig."""
-    from tests.integrations.tiny_pipelines import diffusers, flux, wan
+    from benchmarks.tiny_models.pipelines import diffusers, flux, wan
 
     diffusers.logging.set_verbosity_error()
     found: Results = {}

@@ -101,6 +101,7 @@ class Functions:
         found = prefill(q_length, q_offset, attention_mask, batch_size)
         if found is None or found.tokens > kv_length:
             return make(False)
+        q_offset = found.before  # a static cache adds to its own before a layer reads the mask
         shape = (batch_size, 1, q_length, kv_length)
         return CausalMask.of(found, make, shape, torch.bool if name == "sdpa" else dtype, device)
 
