@@ -15,6 +15,7 @@ from .measure import Measure, Measured, MeasuredCall, reference_measure
 from .measured_shape import MeasuredShape
 from .measurement import BLOCKS_A_CALL, Measurement
 from .model import Model
+from .patch_mark import Patch, patch_mark
 from .probe import Probe
 from .profile import Profile
 from .profile_error import ProfileError
@@ -61,6 +62,7 @@ __all__ = [
     "Model",
     "PassFacts",
     "PassRecord",
+    "Patch",
     "Place",
     "Plan",
     "Probe",
@@ -88,6 +90,7 @@ __all__ = [
     "kernel_measure",
     "mean_error",
     "measure_for",
+    "patch_mark",
     "profile_path",
     "real_tokens",
     "reference_measure",

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -15,10 +16,28 @@ from ...common.failures import MEANT_FOR_HOST, Failures
 from ...common.whole_graph import has_been_traced
 from ...kernels import capabilities
 from ...kernels.warmup import warm_up
-from ...sampling import Run, RunResult, Settings, Why, details, verdict
+from ...sampling import (
+    NamedProfile,
+    Run,
+    RunResult,
+    Settings,
+    Why,
+    details,
+    save_profile,
+    verdict,
+)
 from ...sampling.words import PLAIN
 from ...speed.backend import TORCH
-from ...tune import FAILED, PassFacts, SigmaWindow, fitted
+from ...tune import (
+    FAILED,
+    Fingerprint,
+    PassFacts,
+    Profile,
+    ProfileError,
+    SigmaWindow,
+    fitted,
+)
+from .fingerprint import fingerprint_of
 from .forward import Forward
 from .hooks import TransformerHooks
 from .layout import is_shared, layout_of
@@ -65,9 +84,16 @@ class Handle:
     A run begins with the first pass of a call of the pipeline, and is replaced by the next one.
     """
 
-    def __init__(self, pipe: Any, transformers: list[torch.nn.Module], settings: Settings) -> None:
-        self._pipe, self._settings = pipe, settings
+    def __init__(
+        self,
+        pipe: Any,
+        transformers: list[torch.nn.Module],
+        settings: Settings,
+        profile: NamedProfile | None = None,
+    ) -> None:
+        self._pipe, self._settings, self._profile = pipe, settings, profile
         self._run: Run | None = None
+        self._fingerprint: Fingerprint | None = None  # of the first transformer, in that run
         self._steps: Steps | None = None
         self._prompts = Prompts(pipe)
         self._hooks = [
@@ -107,6 +133,30 @@ class Handle:
         result = self.result
         return self._not_run() if result is None else details(result)
 
+    def profile(self) -> Profile | None:
+        """Profile of what the last run measured of the first transformer; None where that is
+        nothing. Waits for the GPU."""
+        result = self.result
+        return None if result is None else result.profile
+
+    def save_profile(self, path: str | os.PathLike[str]) -> str:
+        """Writes the profile of the last run, over one that is there, and says so. Waits for the
+        GPU.
+
+        path: of the file, with or without its suffix ".safetensors".
+
+        Raises:
+            ProfileError: the last run measured nothing, or the file cannot be written.
+            ValueError: `path` is none.
+        """
+        result = self.result
+        try:
+            if result is None:
+                raise ProfileError(self._not_run())
+            return save_profile(result, path)
+        except ProfileError as error:
+            raise ProfileError(f"No profile was saved: {error}") from error
+
     @property
     def _has_other_model(self) -> bool:
         """Whether the pipeline was given another transformer since it was enabled."""
@@ -123,7 +173,7 @@ class Handle:
         if self._run is None:
             return None
         finished = self._steps is None or self._steps.is_last
-        return self._run.result(None, stopped=not finished)
+        return self._run.result(self._fingerprint, stopped=not finished)
 
     def disable(self) -> None:
         """Takes the hooks off. The pipeline is as it was; the last run can still be asked."""
@@ -196,9 +246,30 @@ class Handle:
             settings.start_percent, settings.end_percent, lambda percent: steps * (1 - percent)
         )
         schedule = [_level(step, steps) for step in range(steps)]
-        run = self._run = Run(settings, window, schedule, backend=TORCH, words=WORDS)
+        run = self._run = self._run_of(window, schedule)
         if capabilities(device).usable:
             run.await_kernels(device, lambda: warm_up(device, logger.info).wait(lambda: None))
+        return run
+
+    def _run_of(self, window: SigmaWindow, schedule: list[float]) -> Run:
+        """Run with the profile that was given, where that fits."""
+        settings, named = self._settings, self._profile
+        profile, remark = None, ""
+        self._fingerprint = None if settings.aim is None else fingerprint_of(self.models[0])
+        if named is not None:
+            profile, remark = named.usable_for(self._fingerprint, settings.aim)
+        name = "" if named is None else named.name
+        run = Run(
+            settings,
+            window,
+            schedule,
+            backend=TORCH,
+            words=WORDS,
+            profile=profile,
+            profile_name=name,
+        )
+        if remark:
+            run.note(remark)
         return run
 
 
