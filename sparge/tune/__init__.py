@@ -31,6 +31,7 @@ from .session import Session
 from .session_pass import MEASURING, Plan, SessionPass
 from .settings_table import SettingsTable
 from .shape import Shape
+from .shared_heads import ALONE, SharedHeads
 from .step_settings import StepSettings
 from .tally import Tally
 from .ways import Ways, fitted
@@ -38,6 +39,7 @@ from .window import SigmaWindow
 from .workload import Workload
 
 __all__ = [
+    "ALONE",
     "BLOCKS_A_CALL",
     "FAILED",
     "MASK",
@@ -77,6 +79,7 @@ __all__ = [
     "SessionPass",
     "SettingsTable",
     "Shape",
+    "SharedHeads",
     "SigmaWindow",
     "StepSettings",
     "Table",

@@ -201,7 +201,7 @@ class Session:
         if self.aim is None:
             return None
         measured = [x for x in self.tables.chosen_of_sampled if not x.from_profile]
-        settings = {x.shape: x.settings for x in measured if x.settings is not None}
+        settings = {x.shape: x.of_all_heads for x in measured if x.of_all_heads is not None}
         if not settings:
             return None
         created = datetime.now(timezone.utc).isoformat(timespec="seconds")

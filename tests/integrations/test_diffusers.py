@@ -361,11 +361,13 @@ def test_the_library_does_not_import_diffusers() -> None:
     )
 
 
-def test_a_model_that_several_gpus_share_is_native_and_the_line_says_what_serves_it() -> None:
-    """Its calls hold some of the heads, and tokens in other places."""
+def test_a_model_under_ring_is_native_and_the_line_says_what_serves_it() -> None:
+    """Its calls hold some of the keys."""
     tiny = ALL["Flux"]()
     native = tiny(2)
-    tiny.pipe.transformer._parallel_config = SimpleNamespace(context_parallel_config=object())
+    tiny.pipe.transformer._parallel_config = SimpleNamespace(
+        context_parallel_config=SimpleNamespace(ring_degree=2)
+    )
     with enable(tiny.pipe, "auto budget", topk=0.3, **TINY) as handle:
         assert torch.equal(tiny(2), native)
     assert handle.result is not None and handle.result.tally.sparse == 0

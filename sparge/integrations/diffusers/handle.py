@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,8 +41,17 @@ from ...tune import (
 from .fingerprint import fingerprint_of
 from .forward import Forward
 from .hooks import TransformerHooks
-from .layout import is_shared, layout_of
+from .layout import layout_of
 from .rows import row_of
+from .shared import (
+    ADVICE,
+    ANOTHER,
+    NOT_ALIKE,
+    are_alike,
+    is_shared,
+    shared_heads,
+    table_of_all,
+)
 from .steps import Prompts, Steps
 
 logger = logging.getLogger("sparge")
@@ -52,10 +62,6 @@ REPLACED = (
     "enable again."
 )
 NO_SCHEDULE = "the scheduler has no timesteps, so the step is not known"
-SHARED = (
-    "several GPUs share the model's sequence (enable_parallelism): take "
-    "sparge.integrations.parallel.context_parallel in place of enable"
-)
 #: Characters of either part of a line, which no box cuts off.
 _WIDEST = 200
 _BACKEND = (
@@ -190,6 +196,8 @@ class Handle:
         except MEANT_FOR_HOST:
             raise
         except Exception as error:  # the picture matters more
+            if is_shared(hooks.model):  # others wait for what this process does not come to
+                raise
             failures = Failures() if self._run is None else self._run.failures
             failures.tell("a pass of the model was computed dense", error)
             if self._run is not None:
@@ -223,7 +231,14 @@ class Handle:
         run, steps = self._run, self._steps
         assert run is not None
         layout = layout_of(hooks.model, row, given, len(hooks.blocks) or None)
-        unusable = run.meet(layout, device) or (SHARED if is_shared(hooks.model) else None)
+        unusable, shared = run.meet(layout, device), shared_heads(hooks.model)
+        if isinstance(shared, str):
+            run.note(ADVICE.format(why=shared))
+            unusable = unusable or shared
+        else:
+            layout = replace(layout, shared=shared)
+            if not shared.agree(unusable is None, device):
+                unusable = unusable or ANOTHER
         if steps is None:
             facts = PassFacts(conditioning, 0, NO_SCHEDULE, which=hooks.which)
         else:
@@ -246,12 +261,12 @@ class Handle:
             settings.start_percent, settings.end_percent, lambda percent: steps * (1 - percent)
         )
         schedule = [_level(step, steps) for step in range(steps)]
-        run = self._run = self._run_of(window, schedule)
+        run = self._run = self._run_of(window, schedule, device)
         if capabilities(device).usable:
             run.await_kernels(device, lambda: warm_up(device, logger.info).wait(lambda: None))
         return run
 
-    def _run_of(self, window: SigmaWindow, schedule: list[float]) -> Run:
+    def _run_of(self, window: SigmaWindow, schedule: list[float], device: torch.device) -> Run:
         """Run with the profile that was given, where that fits."""
         settings, named = self._settings, self._profile
         profile, remark = None, ""
@@ -259,6 +274,7 @@ class Handle:
         if named is not None:
             profile, remark = named.usable_for(self._fingerprint, settings.aim)
         name = "" if named is None else named.name
+        shared = shared_heads(self.models[0])
         run = Run(
             settings,
             window,
@@ -267,9 +283,13 @@ class Handle:
             words=WORDS,
             profile=profile,
             profile_name=name,
+            speed=partial(table_of_all, shared),
         )
         if remark:
             run.note(remark)
+        if not are_alike(shared, device, settings, profile):
+            run.note(NOT_ALIKE)
+            run.give_up(device, NOT_ALIKE)
         return run
 
 
