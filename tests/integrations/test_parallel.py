@@ -127,9 +127,10 @@ def test_transformers_of_diffusers(kind: str, tmp_path: Path) -> None:
 def check_pipelines(found: dict[str, Tensor], rounding: float) -> None:
     """Calls of the clip: sparse ones, and those of the step that is measured. Flux has text, whose
     place changes the sums of the dense step; so its heads may be chosen otherwise by a hair."""
+    chosen = 2 * EIGHT_BITS if rounding else 0.0  # by rounding other heads may be denser
     for name, calls, limit in (
-        ("wan", [4, 2], rounding),
-        ("flux", [4, 2], EIGHT_BITS / 2),
+        ("wan", [4, 2], chosen),
+        ("flux", [4, 2], max(chosen, EIGHT_BITS / 2)),
         ("flux manual", [6, 0], rounding),
     ):
         one, two = found[f"one {name}"], found[f"two {name}"]
@@ -140,6 +141,7 @@ def check_pipelines(found: dict[str, Tensor], rounding: float) -> None:
     for name in ("wan", "flux"):
         density = found[f"one {name} density"]
         assert torch.equal(density, found[f"two {name} density"]) or rounding
+    density = found["one flux density"]
     assert density[0].unique().numel() > 1, "heads of a layer differ"
     for case, reason in (
         ("otherwise", "were given other settings or another profile"),
