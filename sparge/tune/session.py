@@ -132,7 +132,8 @@ class Session:
         facts: PassFacts,
         usable: bool = True,
     ) -> SessionPass:
-        """Begins a forward pass on one device. Waits for the GPU where heads are chosen.
+        """Begins a forward pass on one device. Waits for the GPU where heads are chosen, and for
+        the processes that share them (`Layout.shared`).
 
         Call it before the pass, never inside an attention call: what it makes outlives calls.
 
