@@ -16,14 +16,14 @@ from ..sparge.common.closures import leads_to
 from ..sparge.common.untraced import untraced
 from ..sparge.common.whole_graph import is_traced_whole
 from ..sparge.kernels.warmup import Warmup, warm_up
-from ..sparge.sampling import RunResult
+from ..sparge.sampling import NamedProfile, RunResult
 from ..sparge.tune import FAILED, Fingerprint
 from . import host, report
 from .asked_layers import asked_layers
 from .attention_call import AttentionCall
 from .forward import Forward
 from .layer_counter import COUNTER_KEY
-from .profiles import NamedProfile, fingerprint_of
+from .profiles import fingerprint_of
 from .run_state import Run
 from .settings import Settings
 

@@ -7,11 +7,10 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from ..sparge.sampling import AUTO_BUDGET, AUTO_QUALITY, MANUAL, QUALITIES
+from ..sparge.sampling import AUTO_BUDGET, AUTO_QUALITY, MANUAL, QUALITIES, NamedProfile
 from ..sparge.tune import LayerSpans
 from .hook import Hook
 from .host import inference_device
-from .profiles import NamedProfile
 from .settings import Settings
 from .sparge_profile_load import ProfileSocket
 

@@ -7,8 +7,9 @@ import logging
 
 from comfy_api.latest import io
 
+from ..sparge.sampling import NamedProfile
+from ..sparge.tune.profile_path import SUFFIX
 from .host import profile_file, profile_names, show_on_node
-from .profiles import NamedProfile
 
 logger = logging.getLogger("sparge")
 
@@ -69,7 +70,11 @@ class SpargeProfileLoad(io.ComfyNode):
     @classmethod
     def execute(cls, name: str | None = None) -> io.NodeOutput:
         name = name or ""  # null where the list is empty
-        found = NamedProfile.load(name, profile_file(name))
+        shown = name.removesuffix(SUFFIX)
+        if shown.strip():
+            found = NamedProfile.load(shown, profile_file(name))
+        else:
+            found = NamedProfile(shown, None, "Load Sparge Profile has no name")
         if found.profile is None:
             logger.warning("[Sparge] %s", found.problem)
         show_on_node(cls.hidden.unique_id if cls.hidden else None, str(found))

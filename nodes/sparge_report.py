@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from comfy_api.latest import io
 
-from ..sparge.sampling import RunResult, details, verdict
-from ..sparge.sampling.verdict import first_reason
+from ..sparge.sampling import RunResult, details, save_profile, verdict
 from ..sparge.tune import ProfileError, profile_path
 from .hook import hook_of
 from .host import let_picture_go, profile_folder, show_on_node
@@ -123,25 +122,7 @@ def _save(result: RunResult, name: str) -> str:
     """Saves the profile and says what became of it. A name that cannot be used must not cost the
     user a finished clip."""
     try:
-        path = profile_path(profile_folder(), name)
-        if result.profile is None:
-            return f"No profile was saved: {_why_none(result)}."
-        replaces = path.exists()
-        result.profile.save(path)
+        return save_profile(result, profile_path(profile_folder(), name))
     except ProfileError as error:
         logger.warning("[Sparge] %s", error)
         return f"No profile was saved: {error}"
-    if replaces:
-        return f"Saved the profile {path.name} over the one of that name."
-    return f"Saved the profile {path.name}."
-
-
-def _why_none(result: RunResult) -> str:
-    """Why a run has no profile to save."""
-    if result.from_profile:
-        return "this run used one instead of measuring"
-    if result.report.aim is None:
-        return "no head was measured, which takes an auto mode"
-    if not result.tally.sparse and (reason := first_reason(result)):
-        return f"nothing was sparse ({reason.rstrip('.')})"
-    return "no head was measured"

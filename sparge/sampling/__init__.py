@@ -5,6 +5,7 @@ call, and what is told when the run is over."""
 from .decision import CallFacts, Kind
 from .given_call import GivenCall
 from .layout import Layer, TokenLayout
+from .named_profile import NamedProfile, save_profile
 from .result import RunResult
 from .run import Run, unusable_reason
 from .served_pass import Dense, ServedPass
@@ -25,6 +26,7 @@ __all__ = [
     "HostWords",
     "Kind",
     "Layer",
+    "NamedProfile",
     "Run",
     "RunResult",
     "ServedPass",
@@ -32,6 +34,7 @@ __all__ = [
     "TokenLayout",
     "Why",
     "details",
+    "save_profile",
     "summary",
     "unusable_reason",
     "verdict",

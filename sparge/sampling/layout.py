@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..tune.sequences import Sequences
+from ..tune.shared_heads import ALONE, SharedHeads
 
 #: Number of a layer that the numbers of dense_blocks never mean.
 UNNUMBERED = -1
@@ -37,6 +38,7 @@ class TokenLayout(Sequences):
         context: tokens of text that the model is given.
         remark: what sparse runs of a model without a row say; "" with one.
         layers: about how many self-attentions a model has whose `blocks` are not known.
+        shared: processes that share the heads and see the tokens as dealt.
     """
 
     family: str
@@ -47,6 +49,7 @@ class TokenLayout(Sequences):
     context: int = 0
     remark: str = ""
     layers: int | None = None
+    shared: SharedHeads = ALONE
 
     @property
     def rows(self) -> int:

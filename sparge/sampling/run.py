@@ -15,7 +15,7 @@ from ..kernels import capabilities
 from ..speed import Backend, known_table, speed_table
 from ..tune import Fingerprint, Profile, Session, SigmaWindow, Tally
 from ..tune.head_table import Untracked
-from ..tune.ways import speed_matters
+from ..tune.ways import SpeedOf, speed_matters
 from .layout import TokenLayout
 from .result import RunResult
 from .settings import Settings
@@ -37,10 +37,12 @@ class Run:
         profile_name: str = "",
         untracked: Untracked = nullcontext,
         maps_of: Collection[int] = (),
+        speed: SpeedOf | None = None,
     ) -> None:
         """Starts a run. window, schedule: noise levels that may be sparse, and that of each step,
         as far as they are known. backend: what serves the host's exact calls. profile_name: as the
-        user knows it. untracked, maps_of: as in `Session`."""
+        user knows it. untracked, maps_of: as in `Session`, and speed, which asks for what this
+        process knows by default."""
         self.settings = settings
         self.asked = settings.policy()
         """Policy for any device; `sparge.tune.fitted` makes it one's own."""
@@ -60,7 +62,7 @@ class Run:
             profile=profile,
             note=self.note,
             untracked=untracked,
-            speed=partial(known_table, backend=backend),
+            speed=speed or partial(known_table, backend=backend),
             exact_dense=settings.exact_dense,
             maps_of=maps_of,
         )

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..common.failures import MEANT_FOR_HOST
 from ..errors import KernelBuildError, Unsupported
 from ..kernels.warmup import KERNEL_DID_NOT_COMPILE
-from ..tune import FAILED, Call, DenseOnce, RealTokens, SessionPass, real_tokens
+from ..tune import FAILED, MASK, Call, DenseOnce, RealTokens, SessionPass, real_tokens
 from .decision import CROSS_ATTENTION, Kind, dense_reason, exact_reason
 from .given_call import GivenCall
 from .layout import Layer, TokenLayout
@@ -27,6 +27,8 @@ UNKNOWN_TOKENS = (
     "some calls have other tokens than the clip and its text (an image of another size?): those "
     "stay in the order they come, which errs more"
 )
+#: Remark on such calls of a model that several GPUs share.
+TEXT_NOT_EXACT = "several GPUs share the model, and text was not exact: nobody says where it stands"
 #: Remark on sparse calls of some of the queries.
 FRAME_BY_FRAME = "the model attends frame by frame: those calls keep their tokens as they come"
 
@@ -147,6 +149,9 @@ class ServedPass:
         assert isinstance(given.tensors, Call)
         whole, tokens = kind is Kind.SELF, given.facts.query_tokens
         ends = self.layout.exact_tokens(tokens, given.reference_tokens) if whole else (0, 0)
+        if any(ends) and not self.layout.shared.alone and self.layout.sequence(tokens) is None:
+            self.run.note(TEXT_NOT_EXACT)
+            ends = (0, 0)
         out = self.begun.sparse(given.tensors, layer.row, dense, ends)
         if isinstance(out, str):
             return out
@@ -193,6 +198,8 @@ class ServedPass:
         mask, row, of_pass = given.mask, given.key_mask, self.begun.facts
         if mask is None or row is None or kind is not Kind.SELF:
             return None
+        if not self.layout.shared.alone:
+            return MASK  # real tokens are not the first of those that were dealt
         if self._why_dense(given, layer) is not None:
             return None
         if of_pass.why_dense is not None and not of_pass.is_last_dense:

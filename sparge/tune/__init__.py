@@ -15,6 +15,7 @@ from .measure import Measure, Measured, MeasuredCall, reference_measure
 from .measured_shape import MeasuredShape
 from .measurement import BLOCKS_A_CALL, Measurement
 from .model import Model
+from .patch_mark import Patch, patch_mark
 from .probe import Probe
 from .profile import Profile
 from .profile_error import ProfileError
@@ -30,6 +31,7 @@ from .session import Session
 from .session_pass import MEASURING, Plan, SessionPass
 from .settings_table import SettingsTable
 from .shape import Shape
+from .shared_heads import ALONE, SharedHeads
 from .step_settings import StepSettings
 from .tally import Tally
 from .ways import Ways, fitted
@@ -37,6 +39,7 @@ from .window import SigmaWindow
 from .workload import Workload
 
 __all__ = [
+    "ALONE",
     "BLOCKS_A_CALL",
     "FAILED",
     "MASK",
@@ -61,6 +64,7 @@ __all__ = [
     "Model",
     "PassFacts",
     "PassRecord",
+    "Patch",
     "Place",
     "Plan",
     "Probe",
@@ -75,6 +79,7 @@ __all__ = [
     "SessionPass",
     "SettingsTable",
     "Shape",
+    "SharedHeads",
     "SigmaWindow",
     "StepSettings",
     "Table",
@@ -88,6 +93,7 @@ __all__ = [
     "kernel_measure",
     "mean_error",
     "measure_for",
+    "patch_mark",
     "profile_path",
     "real_tokens",
     "reference_measure",

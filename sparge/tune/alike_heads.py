@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..order.grid import TokenGrid, TokenOrder, unmeasured_order
+from ..order.places import order_as_dealt
 from ..order.variants import VARIANTS
 from ..policy import SparsePolicy
 from .call import Call
@@ -16,30 +17,33 @@ from .ways import Ways
 
 
 class AlikeHeads:
-    """Token orders of one run on its devices, by grid and variant."""
+    """Token orders of one run on its devices, by grid, number of ranks and variant."""
 
     def __init__(self, untracked: Untracked, ways: Ways) -> None:
         """untracked: as in `Session`."""
         self._untracked, self._ways = untracked, ways
-        self._orders: dict[tuple[TokenGrid, int, torch.device], TokenOrder] = {}
+        self._orders: dict[tuple[TokenGrid, int, int, torch.device], TokenOrder] = {}
 
     def begin(self, layout: Layout, step: int, device: torch.device) -> None:
         """Makes the orders that a pass expects before its calls."""
         for grid in layout.expected:
-            self._order(grid, step % VARIANTS, device)
+            self._order(grid, layout.shared.ranks, step % VARIANTS, device)
 
-    def order(self, grid: TokenGrid | None, step: int, device: torch.device) -> TokenOrder | None:
+    def order(
+        self, grid: TokenGrid | None, ranks: int, step: int, device: torch.device
+    ) -> TokenOrder | None:
         """Order that a step takes. One that was not expected is made inside a call."""
         if grid is None:
             return None
-        key = grid, step % VARIANTS, device
+        key = grid, ranks, step % VARIANTS, device
         if key not in self._orders:
             with self._untracked():
                 self._order(*key)
         return self._orders[key]
 
-    def _order(self, grid: TokenGrid, variant: int, device: torch.device) -> None:
-        self._orders[grid, variant, device] = unmeasured_order(grid, variant).on(device)
+    def _order(self, grid: TokenGrid, ranks: int, variant: int, device: torch.device) -> None:
+        order = order_as_dealt(unmeasured_order(grid, variant), grid, ranks)
+        self._orders[grid, ranks, variant, device] = order.on(device)
 
     def slower(self, call: Call, policy: SparsePolicy) -> str | None:
         """Reason why a call would be slower sparse, or None. What cdf keeps is not known, nor what
@@ -53,8 +57,8 @@ class AlikeHeads:
 
     def end(self) -> None:
         """Gives back what outlives the run on the devices."""
-        for grid, variant, _ in self._orders:
-            unmeasured_order(grid, variant).forget_copies()
+        for grid, ranks, variant, _ in self._orders:
+            order_as_dealt(unmeasured_order(grid, variant), grid, ranks).forget_copies()
         self._orders.clear()
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ..order.grid import TokenGrid
+from .shared_heads import SharedHeads
 
 #: Number of the conditioning of each entry of the batch, in its order, such as 0 for the positive
 #: prompt and 1 for the negative one.
@@ -39,6 +40,13 @@ class PassFacts:
     which: int = 0
     """Number of the model, where a run evaluates several: 0 is the one that is sampled."""
 
+    def steps_since(self, first: PassFacts) -> int:
+        """Number of steps from another pass to this one, by noise level where that is known: a step
+        may evaluate the model more than once."""
+        if first.place is None or self.place is None:
+            return self.step - first.step
+        return self.place.index - first.place.index
+
 
 class Layout(Protocol):
     """Tokens and layers of a model, as far as a host knows them before a pass."""
@@ -50,7 +58,8 @@ class Layout(Protocol):
 
     @property
     def heads(self) -> int | None:
-        """Attention heads of a layer; None where they are not known before a call."""
+        """Attention heads of a layer, of all processes; None where they are not known before a
+        call."""
         ...
 
     @property
@@ -66,6 +75,11 @@ class Layout(Protocol):
     @property
     def expected(self) -> Sequence[TokenGrid]:
         """Sequences that attend to themselves as a whole."""
+        ...
+
+    @property
+    def shared(self) -> SharedHeads:
+        """Processes that share the heads; `ALONE` where this one has them all."""
         ...
 
     def sequence(self, tokens: int) -> TokenGrid | None:

@@ -15,6 +15,8 @@ VALUES = 64  # values kept of each norm: enough to tell models apart, a few KB i
 #: Largest relative distance of norms between the same weights in different dtypes: bf16 rounds by
 #: 2^-9 = 0.002, fp8 checkpoints keep their norms in 16 bits.
 SAME_NORMS = 0.005
+#: In the name of a weight whose layer PEFT has put into one with a LoRA.
+_WRAPPED = ".base_layer"
 
 
 class Fit(enum.Enum):
@@ -63,10 +65,10 @@ class Fingerprint:
         as of what is patched onto its weights. Waits for the GPU."""
         network = getattr(network, "_orig_mod", network)  # torch.compile's wrapper
         norms = {
-            name: weight.as_subclass(Tensor)  # GGUF loaders have a class of their own
+            name.replace(_WRAPPED, ""): weight.as_subclass(Tensor)  # GGUF has a class of its own
             for name, weight in network.named_parameters()
-            if "norm" in name and weight.ndim == 1 and weight.is_floating_point()
-            and not weight.is_meta
+            if "norm" in name and "lora_" not in name and weight.ndim == 1
+            and weight.is_floating_point() and not weight.is_meta
         }  # fmt: skip
         names = sorted(norms)[:: max(1, len(norms) // NORMS)][:NORMS]
         return cls.of(type(network).__name__, {name: norms[name] for name in names} | marks)

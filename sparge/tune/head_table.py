@@ -18,6 +18,7 @@ from ..speed.measuring_cost import AGAIN_CALLS
 from .aim import Aim
 from .call import Call, DenseOnce
 from .facts import PassFacts, Place
+from .finite_rows import FiniteRows
 from .kernel_measure import measure_for
 from .layer_settings import LayerSettings
 from .measurement import Measurement
@@ -25,13 +26,12 @@ from .probe import Probe
 from .schedule import MeasuringSchedule
 from .settings_table import SettingsTable
 from .shape import Shape
+from .shared_heads import ALONE, SharedHeads
 from .step_settings import StepSettings, probe_number
 from .ways import RunLength, Ways
 
 NOT_MEASURED = "this layer could not be measured"
 NO_ROOM = "more attention calls in one block than there is room for"
-NAN_OF_MODEL = "the model gave NaN here, without Sparge Attention's doing"
-INF_OF_MODEL = "the model gave inf here, without Sparge Attention's doing"
 NOT_IN_PROFILE = "the profile has nothing for this layer"
 NO_MEMORY = "not enough memory to measure this layer"
 TOO_SHORT = "too few steps are left to pay for measuring"
@@ -58,7 +58,10 @@ class HeadTable:
         ways: Ways,
         run: RunLength,
         untracked: Untracked,
+        shared: SharedHeads = ALONE,
     ) -> None:
+        """shared: processes that share the heads of `shape`. The table is of all of them while they
+        are chosen, and of this one's own in all that it gives out."""
         self.shape, self.rows, self.device = shape, rows, device
         self.probe: Probe | None = None
         self.why_dense: str | None = None
@@ -69,6 +72,10 @@ class HeadTable:
         self.one_order = False
         """Heads were measured in one way through the tokens: more would have cost too much."""
         self._ways, self._run, self._untracked = ways, run, untracked
+        self._shared = shared
+        self.heads = len(range(shape.heads)[shared.own(shape.heads)])
+        """Number of heads of this process."""
+        self._failed: set[int] = set()  # rows that could not be measured, though others go on
         self._is_settled = False  # how much is measured
         self._aim, self._policy = aim, policy
         self._workload = shape.workload()
@@ -82,7 +89,7 @@ class HeadTable:
         self._again = 0  # times that heads are measured again
         self._place_again: int | None = None  # index in the batch of the pass
         self._batch_entries = 1  # entries in that batch
-        self._finite: Tensor | None = None  # (2, rows) bool: dense results hold no NaN, no inf
+        self._finite: FiniteRows | None = None
         self.not_finite: dict[int, str] = {}
         """Rows whose dense results were not finite, with the reason why they stay dense."""
         self._called: set[int] = set()  # rows of dense calls
@@ -105,6 +112,12 @@ class HeadTable:
     @property
     def settings(self) -> SettingsTable | None:
         """First settings, as if all steps were alike; None before there are any."""
+        found = self.of_all_heads
+        return None if found is None else self._shared.own_settings(found)
+
+    @property
+    def of_all_heads(self) -> SettingsTable | None:
+        """The same of the heads of all processes."""
         return None if self._steps is None else self._steps.first
 
     def begin_pass(self, facts: PassFacts) -> None:
@@ -119,7 +132,7 @@ class HeadTable:
                 self._schedule.begin_pass(facts.conditioning, may_be_sparse, facts.is_last_dense)
                 self._prepare()
         if self._finite is not None and self._measurement is None:
-            self._find_not_finite(self._finite)
+            self._find_not_finite()
         if self._steps is not None and may_be_sparse:
             self._begin_step(self._steps, facts)
             found = COND in facts.conditioning and self._steps.again is not None
@@ -127,9 +140,10 @@ class HeadTable:
 
     def end_pass(self) -> None:
         """Works ahead while the GPU still computes the pass. Where heads were measured in it, waits
-        for one layer after the other."""
-        facts = self._facts
-        if self._steps is None and self._measurement is not None and facts is not None:
+        for one layer after the other. What waits for other processes is left to the next pass: this
+        one may have failed in some."""
+        facts, alone = self._facts, self._shared.alone
+        if alone and self._steps is None and self._measurement is not None and facts is not None:
             is_dense = facts.why_dense is not None and facts.is_last_dense
             if is_dense and self._schedule.is_complete and not self._missed:
                 self._choose(facts.place)
@@ -152,12 +166,12 @@ class HeadTable:
         try:
             self._measurement = Measurement.begin(
                 layers=self.rows,
-                heads=self.shape.heads,
+                heads=self.heads,
                 workload=self._workload,
                 measure=measure_for(self.device),
                 device=self.device,
             )
-            self._finite = torch.ones(2, self.rows, dtype=torch.bool, device=self.device)
+            self._finite = FiniteRows(self.rows, self.device)
         except ValueError as nothing_to_drop:
             self.why_dense = str(nothing_to_drop)
 
@@ -166,6 +180,8 @@ class HeadTable:
     ) -> None:
         """Inside a dense call: measures it if its pass is to be, and if it may ever be faster
         sparse. Never waits. timed: context around the measurement alone."""
+        if row in self._failed:
+            self._schedule.measured()
         if row >= self.rows or row in self._refusals:
             return
         least = float(self._kept_by_rank[0])  # share of pairs that is always kept
@@ -184,27 +200,29 @@ class HeadTable:
         out = dense.result()
         try:
             with self._untracked(), timed():
-                self._look_for_nan(row, call.result_heads_first(out))
+                if self._finite is not None:
+                    self._finite.look(row, call.result_heads_first(out))
                 for qkv in self._entries(call.qkv, self._schedule.measuring):
                     self._measurement.add(row, *qkv, scale=call.scale, calls=calls)
         except Unsupported as refusal:
-            self._refusals[row] = refusal.reason
+            self._fail(row, refusal.reason)
         except torch.OutOfMemoryError:  # the dense call may fit all the same
-            self._refusals[row] = NO_MEMORY
+            self._fail(row, NO_MEMORY)
         except Exception:
-            self._refusals[row] = FAILED  # once is enough
+            self._fail(row, FAILED)  # once is enough
             raise
         else:
             self._measured_rows.add(row)
             self._schedule.measured()
 
-    def _look_for_nan(self, row: int, dense: Tensor) -> None:
-        """Looks for NaN and inf in a dense result. A layer behind one is not measured, and its user
-        should know whose fault it is. Never waits."""
-        assert self._finite is not None
-        extremes = torch.stack(torch.aminmax(dense))
-        self._finite[0, row] &= ~extremes.isnan().any()
-        self._finite[1, row] &= ~extremes.isinf().any()
+    def _fail(self, row: int, reason: str) -> None:
+        """Notes that a layer could not be measured. Other processes, where it may have been, choose
+        when this one does, and without it."""
+        self._refusals[row] = reason
+        if not self._shared.alone and self._measurement is not None:
+            self._failed.add(row)
+            self._measurement.blocks_measured[row] = 0
+            self._schedule.measured()
 
     def _settle(self, measurement: Measurement, call: Call, least: float) -> None:
         """Once: layers and conditionings compare only where all measure the same token orders."""
@@ -243,20 +261,23 @@ class HeadTable:
         steps = place.steps - place.index if place else None
         try:
             self._use(
-                StepSettings(self._aim, steps, measurement=self._measurement, again=self._again)
+                StepSettings(
+                    self._aim,
+                    steps,
+                    measurement=self._measurement,
+                    again=self._again,
+                    shared=self._shared,
+                )
             )
         except ValueError:  # no layer gave finite numbers
-            if self._finite is not None:
-                self._find_not_finite(self._finite)
+            self._find_not_finite()
             self.why_dense = next(iter(self.not_finite.values()), NOT_MEASURED)
         self._measurement = None
 
-    def _find_not_finite(self, finite: Tensor) -> None:
+    def _find_not_finite(self) -> None:
         """Finds the rows that were not finite. Waits for the GPU."""
-        self._finite, (no_nan, no_inf) = None, finite.tolist()
-        for row in range(self.rows):
-            if not (no_nan[row] and no_inf[row]):
-                self.not_finite[row] = INF_OF_MODEL if no_nan[row] else NAN_OF_MODEL
+        if self._finite is not None:
+            self.not_finite, self._finite = self._finite.reasons(self._shared), None
 
     def use_profile(self, settings: SettingsTable) -> None:
         """Takes the settings of a profile instead of measuring."""
@@ -267,7 +288,7 @@ class HeadTable:
         """Makes all that sparse calls need, so that they allocate nothing that outlives them."""
         self._steps = steps
         self.probe = Probe.begin(
-            layers=self.rows, heads=self.shape.heads, workload=self._workload, device=self.device
+            layers=self.rows, heads=self.heads, workload=self._workload, device=self.device
         )
 
     def _begin_step(self, steps: StepSettings, facts: PassFacts) -> None:
@@ -276,12 +297,12 @@ class HeadTable:
         level of the pass did, where steps differ."""
         assert self.probe is not None
         self._first = self._first or facts
-        if (step := _steps_between(self._first, facts)) <= self._step:
+        if (step := facts.steps_since(self._first)) <= self._step:
             return  # another conditioning, or a sampler that goes back
         before, self._step = steps.given[-1:], step
         now = steps.at(step)
         if now not in before:
-            self._give(now)
+            self._give(self._shared.own_settings(now))
 
     def head_settings(self, row: int) -> HeadSettings | str:
         """Settings of the heads of a layer, or the reason why it has to stay dense."""
@@ -302,9 +323,10 @@ class HeadTable:
         return _mean([settings.error for settings in self._given()])
 
     def _given(self) -> list[SettingsTable]:
-        """Choices that steps have had so far; those of the first before it."""
+        """Choices that steps have had so far, of its heads; those of the first before it."""
         assert self._steps is not None
-        return self._steps.given or [self._steps.first]
+        found = self._steps.given or [self._steps.first]
+        return [self._shared.own_settings(each) for each in found]
 
     @property
     def now(self) -> SettingsTable:
@@ -350,12 +372,12 @@ class HeadTable:
                 for qkv in self._entries(call.qkv, [place]):
                     steps.again.add(row, *qkv, scale=call.scale, calls=AGAIN_CALLS)
         except torch.OutOfMemoryError:
-            steps.again = None
+            steps.give_up_again()
 
     def density(self) -> Tensor:
         """(rows, heads) float32: the share of attention that each head keeps, forced blocks
         included, the mean over the steps so far; NaN for rows that are not measured."""
-        kept = torch.full((self.rows, self.shape.heads), torch.nan)
+        kept = torch.full((self.rows, self.heads), torch.nan)
         measured = self._of_layers.measured if self._of_layers is not None else ()
         rows = [row for row, known in enumerate(measured) if known]
         if rows:
@@ -372,11 +394,3 @@ class HeadTable:
 def _mean(of_steps: list[Tensor]) -> Tensor:
     """Mean in float32; of equal values that value, however many there are."""
     return torch.stack(of_steps).double().mean(0).float()
-
-
-def _steps_between(first: PassFacts, now: PassFacts) -> int:
-    """Number of steps between two passes, by noise level where that is known: a step may evaluate
-    the model more than once."""
-    if first.place is None or now.place is None:
-        return now.step - first.step
-    return now.place.index - first.place.index

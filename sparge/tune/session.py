@@ -132,7 +132,8 @@ class Session:
         facts: PassFacts,
         usable: bool = True,
     ) -> SessionPass:
-        """Begins a forward pass on one device. Waits for the GPU where heads are chosen.
+        """Begins a forward pass on one device. Waits for the GPU where heads are chosen, and for
+        the processes that share them (`Layout.shared`).
 
         Call it before the pass, never inside an attention call: what it makes outlives calls.
 
@@ -201,7 +202,7 @@ class Session:
         if self.aim is None:
             return None
         measured = [x for x in self.tables.chosen_of_sampled if not x.from_profile]
-        settings = {x.shape: x.settings for x in measured if x.settings is not None}
+        settings = {x.shape: x.of_all_heads for x in measured if x.of_all_heads is not None}
         if not settings:
             return None
         created = datetime.now(timezone.utc).isoformat(timespec="seconds")

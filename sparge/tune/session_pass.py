@@ -160,10 +160,12 @@ class SessionPass:
         grid = self.layout.sequence(tokens) if call.k.shape[2] == tokens else None
         prefix, suffix = ends or ((grid.prefix, grid.suffix) if grid else (0, 0))
         policy = self._policy_of(prefix, suffix)
+        ranks = self.layout.shared.ranks
         if isinstance(self.heads, AlikeHeads):
             reason = self.facts.why_dense or self.heads.slower(call, policy)
-            return reason or Plan(policy, self.heads.order(grid, self.facts.step, self.device))
-        shape = Shape(tokens, call.head_count, grid, self.layout.rows)
+            order = self.heads.order(grid, ranks, self.facts.step, self.device)
+            return reason or Plan(policy, order)
+        shape = Shape(tokens, call.head_count * ranks, grid, self.layout.rows, ranks)
         self.calls[shape] += 1
         table = self.tables.get(shape)
         if table is None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -53,6 +53,15 @@ class SettingsTable:
         """
         error = mean_error(self.error, self.head_weight)
         return math.nan if error is None else error
+
+    def of_heads(self, heads: slice) -> SettingsTable:
+        """The same of some of the heads."""
+        own = {
+            part.name: getattr(self, part.name)[:, heads]
+            for part in fields(self)
+            if part.name not in ("measured", "floor", "router")
+        }
+        return replace(self, **own)
 
     def of_layers(
         self,

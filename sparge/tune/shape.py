@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..order.grid import TokenGrid, TokenOrder, grid_order
+from ..order.places import order_as_dealt
 from ..order.variants import VARIANTS
 from .profile_header import Table
 from .workload import Workload
@@ -20,24 +21,29 @@ class Shape:
 
     tokens: int
     heads: int
+    """Heads of all processes."""
     grid: TokenGrid | None
     """Token grid; None where the tokens stay in the order they come."""
     rows: int = 0
     """Number of rows of the pass. Conditionings with more VACE controls make more calls."""
+    ranks: int = 1
+    """Number of processes that share the heads (`SharedHeads`), which see the tokens as dealt."""
 
     def workload(self) -> Workload:
         """Workload in the first variant, which stands for all of them."""
         if self.grid is None:
             return Workload.of_tokens(self.tokens)
-        return Workload(grid_order(self.grid))
+        return Workload(order_as_dealt(grid_order(self.grid), self.grid, self.ranks))
 
     def orders(self) -> list[TokenOrder]:
         """Token orders that steps take in turn; none where the tokens stay in the order they
         come.
         """
-        if self.grid is None:
+        grid = self.grid
+        if grid is None:
             return []
-        return [grid_order(self.grid, variant) for variant in range(VARIANTS)]
+        orders = (grid_order(grid, variant) for variant in range(VARIANTS))
+        return [order_as_dealt(order, grid, self.ranks) for order in orders]
 
     def forget_copies(self) -> None:
         for order in (*self.orders(), self.workload().order):

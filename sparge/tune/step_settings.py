@@ -14,6 +14,7 @@ from .fall import step_means
 from .fetched_sums import FetchedSums
 from .measurement import Measurement
 from .settings_table import SettingsTable
+from .shared_heads import ALONE, SharedHeads
 
 #: Times that heads are measured again, after equal numbers of steps.
 MEASURED_AGAIN = 2
@@ -80,19 +81,24 @@ class StepSettings:
         measurement: Measurement | None = None,
         profile: SettingsTable | None = None,
         again: int = MEASURED_AGAIN,
+        shared: SharedHeads = ALONE,
     ) -> None:
         """Starts from either a measurement or a profile.
 
         steps: number of sparse steps, where that is known. again: times that heads may be measured
-        again.
+        again. shared: processes that share the heads. The measurement is of this one's own, the
+        settings are of all, and so is a profile.
 
-        Waits for the GPU. Raises ValueError when nothing was measured.
+        Waits for the GPU and for other processes. Raises ValueError when nothing was measured.
         """
         assert (measurement is None) != (profile is None)
         self.given: list[SettingsTable] = []
         """Settings of each step so far."""
         self.again: Measurement | None = None
-        """Measurement that sparse calls of the running step are measured into."""
+        """Measurement that sparse calls of the running step are measured into; None where there is
+        none, or no memory for it."""
+        self._open: Measurement | None = None  # the same, also where memory ran out
+        self._shared = shared
         self._aim, self._steps = aim, steps
         self._interval = interval_of(steps)
         self._end = sys.maxsize if steps is None else max(1, steps)
@@ -104,7 +110,7 @@ class StepSettings:
         self._found: FetchedSums | None = None  # what was measured since
         self._chooser: Chooser | None = None
         if measurement is not None:
-            self._known = measurement.fetched
+            self._known = shared.measured(measurement).fetched
             self._chooser = Chooser(aim, self._known.error_table(), steps)
         self._first_chooser = self._chooser
 
@@ -132,25 +138,36 @@ class StepSettings:
         self._choose_if_due(step)
         if step != self._measured_step:
             self._close()
-        elif self._latest is not None and self.again is None:
-            self.again = self._latest.anew()
+        elif self._latest is not None and self._open is None:
+            self._open = self.again = self._latest.anew()
         self.given.append(self._of(step))
         return self.given[-1]
 
     def prepare(self, step: int) -> None:
         """Works out what `at` will give for the next step. Call it while the GPU has work left
-        (docs/experiments.md, Host time of a choice)."""
-        if step < self._end:
+        (docs/experiments.md, Host time of a choice). What waits for other processes is left to
+        `at`."""
+        if step < self._end and (self._shared.alone or step < self._next_choice()):
             self._choose_if_due(step)
             self._of(step)
 
     def _close(self) -> None:
-        """Ends the measurement of a step that is over."""
-        if self.again is None:
+        """Ends the measurement of a step that is over. Waits for other processes."""
+        if self._open is None:
             return
-        if any(self.again.blocks_measured):
-            self._latest, self._found = self.again, self.again.fetched
+        found = self._shared.measured(self._open)
+        if any(found.blocks_measured):
+            self._latest, self._found = self._open, found.fetched
+        self._open = self.again = None
+
+    def give_up_again(self) -> None:
+        """Ends the running measurement for lack of memory: settings go on from the one before, in
+        all processes."""
         self.again = None
+        if self._shared.alone:
+            self._open = None
+        elif self._open is not None:
+            self._open.blocks_measured[:] = [0] * len(self._open.blocks_measured)
 
     def _choose_if_due(self, step: int) -> None:
         """Chooses for this step and those after it, from what was measured since the last choice,

@@ -58,7 +58,8 @@ class HeadTables:
         """
         tables = {
             shape: self._table(shape, layout, policy, device, facts.which)
-            for shape in self._shapes(layout, device, facts.which)
+            # In one order in all processes that share the heads.
+            for shape in sorted(self._shapes(layout, device, facts.which), key=repr)
         }
         for table in tables.values():
             table.begin_pass(facts)
@@ -114,7 +115,8 @@ class HeadTables:
             shapes = {shape for *place, shape in self._met if place == [device, which]}
         if layout.heads is not None:
             shapes |= {
-                Shape(grid.tokens, layout.heads, grid, layout.rows) for grid in layout.expected
+                Shape(grid.tokens, layout.heads, grid, layout.rows, layout.shared.ranks)
+                for grid in layout.expected
             }
         return shapes
 
@@ -141,6 +143,7 @@ class HeadTables:
                     self._ways,
                     run,
                     self._untracked,
+                    layout.shared,
                 )
                 self._tables[device, which, shape] = table
                 if which == 0:  # the profile is of the model that is sampled

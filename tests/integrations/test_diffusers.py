@@ -24,7 +24,7 @@ from benchmarks.tiny_models.adapted import adapt  # noqa: E402
 from benchmarks.tiny_models.pipelines import ALL, TEXT, drawn  # noqa: E402
 from sparge.integrations.diffusers import enable  # noqa: E402
 from sparge.integrations.diffusers.rows import ROWS  # noqa: E402
-from sparge.tune import Session  # noqa: E402
+from sparge.tune import MASK, Session, SharedHeads  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("reference_allowed", "no_mode_left")
 
@@ -352,12 +352,33 @@ def test_the_library_does_not_import_diffusers() -> None:
     )
 
 
-def test_a_model_that_several_gpus_share_is_native_and_the_line_says_what_serves_it() -> None:
-    """Its calls hold some of the heads, and tokens in other places."""
+@pytest.mark.parametrize(
+    ("ring", "reason"),
+    [(2, "share the model's sequence in a ring"), (1, "2 heads are not dealt evenly to 3 GPUs")],
+)
+def test_what_several_gpus_cannot_be_served_is_native_and_the_line_says_what_serves_it(
+    monkeypatch: pytest.MonkeyPatch, ring: int, reason: str
+) -> None:
     tiny = ALL["Flux"]()
     native = tiny(2)
-    tiny.pipe.transformer._parallel_config = SimpleNamespace(context_parallel_config=object())
+    monkeypatch.setattr(SharedHeads, "of_group", lambda group: SharedHeads(0, 3, group))
+    config = SimpleNamespace(
+        ring_degree=ring, _ulysses_mesh=SimpleNamespace(get_group=lambda: None)
+    )
+    tiny.pipe.transformer._parallel_config = SimpleNamespace(context_parallel_config=config)
     with enable(tiny.pipe, "auto budget", topk=0.3, **TINY) as handle:
         assert torch.equal(tiny(2), native)
     assert handle.result is not None and handle.result.tally.sparse == 0
-    assert "take sparge.integrations.parallel.context_parallel" in handle.line
+    advice = "take sparge.integrations.parallel.context_parallel in place of enable"
+    assert f"{reason}: {advice}" in handle.line
+
+
+def test_masked_calls_of_several_gpus_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real tokens stand in several places there. Another process is pretended."""
+    shared = SharedHeads(0, 2, lambda values, dim: torch.cat([values, values], dim))
+    monkeypatch.setattr("sparge.integrations.diffusers.handle.shared_heads", lambda model: shared)
+    tiny = ALL["HunyuanVideo"]()
+    with enable(tiny.pipe, "manual", topk=0.3, **TINY) as handle:
+        tiny(1)
+    assert handle.result is not None and handle.result.tally.sparse == 0
+    assert handle.result.tally.reasons[MASK] == CALLS["HunyuanVideo"]

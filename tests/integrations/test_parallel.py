@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sparge.common.metrics import rel_l2
 from tests.integrations import two_ranks
-from tests.integrations.two_ranks import PICTURE, RANKS
+from tests.integrations.two_ranks import LAYERS, PICTURE, RANKS, STEPS
 
 #: Most relative error of what keeps all.
 EIGHT_BITS = 0.02
@@ -43,6 +43,7 @@ def test_two_ranks_compute_what_one_process_does(kind: str, seed: int, tmp_path:
         check_picture(found, topk, ROUNDING[kind])
         check_ring(found, topk)
     check_chosen_heads(found, exactly=kind == "cpu")
+    check_session(found, ROUNDING[kind])
 
 
 def check_clip(found: dict[str, Tensor], topk: float, rounding: float) -> None:
@@ -87,6 +88,24 @@ def check_chosen_heads(found: dict[str, Tensor], exactly: bool) -> None:
     assert found["ranks with the same bits"] == RANKS, "each with its own head settings"
 
 
+def check_session(found: dict[str, Tensor], rounding: float) -> None:
+    """Heads are measured, chosen, and measured again, as one process does it."""
+    for step in range(STEPS):
+        assert rel_l2(found[f"two {step}"], found[f"one {step}"]) <= rounding, step
+    for name in ("density", "order", "kept"):
+        one, two = found[f"one {name}"], found[f"two {name}"]
+        assert torch.equal(one, two) or rounding, name
+    assert found["two density"].unique().numel() > 1, "heads differ"
+    for case in ("one", "two"):
+        assert found[f"{case} dense"] == LAYERS, "the first step alone"
+        assert found[f"{case} measured"].tolist() == [0, 1, 0, 1], "and again"
+    # Layers that one rank has no memory to measure are dense in all, and nobody waits for it.
+    assert found["short dense"] == LAYERS + STEPS - 1
+    dense, sparse = found["short by step"]
+    assert (dense == 1).all() and (sparse[1:] < 1).all()
+    assert found["none dense"] == LAYERS * STEPS
+
+
 @on_each_device
 def test_transformers_of_diffusers(kind: str, tmp_path: Path) -> None:
     pytest.importorskip("diffusers", "0.42", reason="needs diffusers")
@@ -102,3 +121,35 @@ def test_transformers_of_diffusers(kind: str, tmp_path: Path) -> None:
             layers = 2  # of sparse calls, and no remarks
             assert found[f"calls ulysses {model} {topk}"].tolist() == [layers, 0]
             assert found[f"calls ring {model} {topk}"].tolist() == [layers * RANKS, 0]
+    check_pipelines(found, ROUNDING[kind])
+
+
+def check_pipelines(found: dict[str, Tensor], rounding: float) -> None:
+    """Calls of the clip: sparse ones, and those of the step that is measured. Flux has text, whose
+    place changes the sums of the dense step; so its heads may be chosen otherwise by a hair."""
+    chosen = 2 * EIGHT_BITS if rounding else 0.0  # by rounding other heads may be denser
+    for name, calls, limit in (
+        ("wan", [4, 2], chosen),
+        ("flux", [4, 2], max(chosen, EIGHT_BITS / 2)),
+        ("flux manual", [6, 0], rounding),
+    ):
+        one, two = found[f"one {name}"], found[f"two {name}"]
+        assert rel_l2(two, one) <= limit, name
+        for case in ("one", "two"):
+            assert found[f"{case} {name} calls"].tolist() == calls
+            assert said(found[f"{case} {name} told"]) == ("measuring" if calls[1] else "")
+    for name in ("wan", "flux"):
+        density = found[f"one {name} density"]
+        assert torch.equal(density, found[f"two {name} density"]) or rounding
+    density = found["one flux density"]
+    assert density[0].unique().numel() > 1, "heads of a layer differ"
+    for case, reason in (
+        ("otherwise", "were given other settings or another profile"),
+        ("unusable", "another GPU of those that share the model stays dense"),
+    ):
+        assert found[f"{case} calls"].tolist() == [0, 6], "all dense, and nobody waits"
+        assert reason in said(found[f"{case} told"])
+
+
+def said(text: Tensor) -> str:
+    return bytes(text.tolist()).decode()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -79,14 +80,57 @@ def test_what_would_change_the_result_is_refused(make_qkv, option: dict[str, Any
         sageattention_slot(RankAttention(WHOLE))(*make_qkv(), **option)
 
 
-def test_the_slot_of_xdit(make_qkv) -> None:
-    attend = xdit_function(RankAttention(WHOLE, min_tokens=0))
-    qkv = make_qkv(1, 2, 320)
-    out, lse = attend(*qkv, dropout_p=0.0, is_causal=False, attention_kwargs={"thw": (4, 8, 10)})
-    out_exact, lse_exact = exact(qkv)
-    assert rel_l2(out, out_exact) < EIGHT_BITS and (lse - lse_exact).abs().max() < 0.05
-    with pytest.raises(sparge.Unsupported, match="turn use_fp8_comms off"):
-        attend(*qkv, attention_kwargs={"pre_quantized": True})
+def with_arguments(function: Any, *qkv: Tensor, **more: Any) -> Any:
+    """Call as xfuser 0.5.0 to 0.7.0 makes it."""
+    return function(*qkv, **{"dropout_p": 0.0, "is_causal": False, "attention_kwargs": None} | more)
+
+
+@dataclass
+class AttnCall:
+    """Stand-in for that of xDiT's later sources."""
+
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    varlen: Any = None
+    ulysses_world_size: int = 2
+    ring_world_size: int = 1
+    attention_kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+def with_one_object(function: Any, *qkv: Tensor, **more: Any) -> Any:
+    """Call as xDiT's later sources make it."""
+    return function(*qkv, AttnCall(**more))
+
+
+@pytest.mark.parametrize("send", [with_arguments, with_one_object])
+def test_the_slot_of_xdit(make_qkv, send: Any) -> None:
+    attend = RankAttention(WHOLE, min_tokens=0)
+    function, qkv = xdit_function(attend), make_qkv(1, 2, 320)
+    harmless = {"thw": (4, 8, 10), "pre_quantized": False, "indices_k": None, "attn_mask": None}
+    for causal, of_model in ((False, harmless), (True, {})):
+        out, lse = send(function, *qkv, is_causal=causal, attention_kwargs=of_model)
+        out_exact, lse_exact = exact(qkv, causal)
+        assert rel_l2(out, out_exact) < EIGHT_BITS and (lse - lse_exact).abs().max() < 0.05
+    assert attend.stats.sparse_calls == 2 and not attend.stats.exact_calls
+
+
+@pytest.mark.parametrize("send", [with_arguments, with_one_object])
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"pre_quantized": True}, "turn use_fp8_comms off"),
+        ({"indices_k": torch.arange(3)}, "the real keys of a padded sequence"),
+        ({"attn_mask": torch.ones(1, 1, 1, 320, dtype=torch.bool)}, "xDiT sends a mask"),
+    ],
+)
+def test_what_xdit_sends_that_we_cannot_serve_is_refused(
+    make_qkv, send: Any, given: dict[str, Any], said: str
+) -> None:
+    function, qkv = xdit_function(RankAttention(WHOLE, min_tokens=0)), make_qkv(1, 2, 320)
+    with pytest.raises(sparge.Unsupported, match=said):
+        send(function, *qkv, attention_kwargs=given)
+    with pytest.raises(sparge.Unsupported, match="cannot be ours: dropout"):
+        send(function, *qkv, dropout_p=0.5)
 
 
 def test_short_calls_are_torchs_or_whole_where_the_log_sum_exp_is_asked_for(make_qkv) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 import sparge
 from benchmarks.ranks import run_ranks
 from benchmarks.ulysses import ring, to_heads, to_tokens
+from sparge.integrations.diffusers import enable
 from sparge.integrations.parallel import (
     RankAttention,
     all_heads,
@@ -27,11 +28,23 @@ from sparge.integrations.parallel import (
     heads_of_rank,
 )
 from sparge.order.grid import grid_order
-from sparge.tune import Measurement, Workload, measure_for
+from sparge.tune import (
+    ALONE,
+    Aim,
+    Measurement,
+    Model,
+    Session,
+    SharedHeads,
+    Workload,
+    measure_for,
+)
 
 RANKS = 2
-HEADS, HEAD_DIM = 4, 64
+HEADS, HEAD_DIM, LAYERS = 4, 64, 2
+#: Of which the first is dense, and heads are measured again among the others.
+STEPS = 10
 CLIP = sparge.TokenGrid(6, 8, 16)
+PLAIN = sparge.TokenGrid(1, 16, 20)
 PICTURE = sparge.TokenGrid(1, 16, 20, prefix=26)
 Results = dict[str, Tensor]
 
@@ -112,7 +125,7 @@ def attentions(device: torch.device, seed: int) -> Results:
         rounds = partial(attend.with_lse, layout="NHD")
         found[f"ring {topk}"] = whole(ring(rounds, *(dealt(x, text) for x in picture)), text)
         found[f"calls ring {topk}"] = torch.tensor(attend.stats.sparse_calls)
-    return found | _measured(device, seed)
+    return found | _measured(device, seed) | _sessions(device, seed)
 
 
 def _measured(device: torch.device, seed: int) -> Results:
@@ -170,6 +183,118 @@ def _exact(qkv: list[Tensor]) -> Tensor:
     return torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
 
 
+def _sessions(device: torch.device, seed: int) -> Results:
+    """Runs of a session: `one ...` has all heads to itself, `two ...` shares them with the other
+    rank. In `short ...` a rank has no memory to measure a layer, nor to measure again, and in `none
+    ...` not for any layer."""
+    found: Results = {}
+    calls = [
+        [x.transpose(1, 2) for x in drawn(PLAIN.tokens, device, seed + layer)]
+        for layer in range(LAYERS)
+    ]
+    rank = dist.get_rank()
+    failing = {"short": {0}, "none": {*range(LAYERS)}}
+    for name in ("one", "two", *failing)[rank > 0 :]:  # one of them for comparison
+        shared = ALONE if name == "one" else SharedHeads.of_group()
+        own = shared.own(HEADS)
+        model = Model(layers=LAYERS, heads=HEADS, grid=PLAIN, shared=shared)
+        session = Session(Aim("budget", 0.6), steps=STEPS, dense_steps=1)
+        with _little_memory(failing.get(name, set()) if rank == 1 else set()) as measured:
+            for step in range(STEPS):
+                running = session.begin_step(step, model, device)
+                outs = [
+                    running.attend(layer, *(x[:, own] for x in qkv))
+                    for layer, qkv in enumerate(calls)
+                ]
+                running.end()
+                found[f"{name} {step}"] = shared.gather(torch.cat(outs), 1)
+        report = session.report()
+        found[f"{name} by step"] = report.by_step  # of this rank's heads
+        found[f"{name} dense"] = torch.tensor(sum(report.reasons.values()))
+        found[f"{name} measured"] = torch.tensor(measured)
+        for table in session.chosen:
+            assert table.of_all_heads is not None
+            found[f"{name} density"] = table.of_all_heads.density
+            found[f"{name} order"] = table.of_all_heads.order_kind
+            found[f"{name} kept"] = shared.gather(report.shapes[0].density.to(device), 1)
+        session.end()
+    return found
+
+
+@contextmanager
+def _little_memory(layers: set[int]) -> Iterator[list[int]]:
+    """Gives the layers that are measured. layers: these fail, and then whatever is measured
+    again."""
+    add, seen = Measurement.add, []
+
+    def watched(measurement: Measurement, number: int, *qkv: Tensor, **more: Any) -> None:
+        if number in layers or (layers and measurement.earlier_blocks):
+            raise torch.OutOfMemoryError("no memory")
+        add(measurement, number, *qkv, **more)
+        seen.append(number)
+
+    with mock.patch.object(Measurement, "add", watched):
+        yield seen
+
+
+def _pipelines(device: torch.device) -> Results:
+    """Pipelines of diffusers with `enable`, `one ...` alone and `two ...` under Ulysses."""
+    from benchmarks.tiny_models.pipelines import diffusers, flux, wan
+
+    diffusers.logging.set_verbosity_error()
+    found: Results = {}
+    rank, budget = dist.get_rank(), {"mode": "auto budget", "topk": 0.5}
+    settings: dict[str, dict[str, Any]] = {
+        "wan": budget,
+        "flux": {"mode": "auto quality", "quality": "fast"},
+        "flux manual": {"mode": "manual", "topk": 0.3},
+    }
+    for name, given in settings.items():
+        make = wan if name == "wan" else flux
+        if rank == 0:  # for comparison
+            found |= _ran(f"one {name}", make(), device, given)
+        found |= _ran(f"two {name}", _shared(make(), device), device, given)
+
+    found |= _ran("otherwise", _shared(wan(), device), device, budget | {"topk": 0.5 + 0.1 * rank})
+    why_not = "no kernels" if rank else None
+    with mock.patch("sparge.sampling.run.unusable_reason", lambda device: why_not):
+        found |= _ran("unusable", _shared(wan(), device), device, budget)
+    return found
+
+
+def _ran(case: str, tiny: Any, device: torch.device, given: dict[str, Any]) -> Results:
+    """Latents of a pipeline, its calls and reasons, and densities of its profile."""
+    model = tiny.pipe.transformer.to(device)
+    model.set_attention_backend("native")  # which diffusers keeps for all models
+    with enable(tiny.pipe, min_tokens=100, start_percent=0.0, **given) as handle:
+        found = {case: tiny(3, guidance=1.0)}
+    result, profile = handle.result, handle.profile()
+    assert result is not None
+    told = "; ".join([*result.notes, *result.tally.reasons]).encode()
+    found[f"{case} told"] = torch.tensor(list(told))
+    found[f"{case} calls"] = torch.tensor([result.tally.sparse, result.tally.dense])
+    if profile is not None:
+        (table,) = profile.settings.values()
+        found[f"{case} density"] = table.density
+    return found
+
+
+def _shared(tiny: Any, device: torch.device) -> Any:
+    """Pipeline whose transformer shares its sequence with the other rank."""
+    _share(tiny.pipe.transformer.to(device), device, ulysses_degree=RANKS)
+    return tiny
+
+
+def _share(model: Any, device: torch.device, **degree: Any) -> Any:
+    """Shares a transformer's sequence with the other rank; gives the configuration."""
+    from benchmarks.tiny_models.pipelines import diffusers
+
+    config = diffusers.ContextParallelConfig(**degree)
+    with _cpu_counts_as_accelerator(device):
+        model.enable_parallelism(config=config)
+    return config
+
+
 def transformers(device: torch.device, seed: int) -> Results:
     """Transformers of diffusers under its ContextParallelConfig."""
     from benchmarks.tiny_models.pipelines import diffusers, flux, wan
@@ -191,12 +316,10 @@ def transformers(device: torch.device, seed: int) -> Results:
         compute(f"one {name}", model, SimpleNamespace(ring_degree=1, ulysses_degree=1))
         for kind, backend in (("ulysses", "native"), ("ring", "_native_flash")):
             model = make().pipe.transformer.to(device)
-            config = diffusers.ContextParallelConfig(**{f"{kind}_degree": RANKS})
             model.set_attention_backend(backend)
-            with _cpu_counts_as_accelerator(device):
-                model.enable_parallelism(config=config)
+            config = _share(model, device, **{f"{kind}_degree": RANKS})
             compute(f"{kind} {name}", model, config)
-    return found
+    return found | _pipelines(device)
 
 
 def _first_pass(tiny: Any, device: torch.device) -> tuple[Any, dict[str, Any]]:

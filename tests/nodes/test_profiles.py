@@ -95,8 +95,8 @@ REFUSED = {
         {"model": network("OtherModel", type(wan()))},
         "measured on WanModel and this model is OtherModel",
     ),
-    "another quality": ({"quality": "high"}, "a mean error of 0.05 and this node asks for"),
-    "another mode": ({"mode": "auto budget"}, "this node asks for a mean density of 50 %"),
+    "another quality": ({"quality": "high"}, "a mean error of 0.05 and this run asks for"),
+    "another mode": ({"mode": "auto budget"}, "this run asks for a mean density of 50 %"),
 }
 
 

@@ -143,7 +143,7 @@ def measured_and_profiled(load_pack, tmp_path, steps_of):
     def of(**widgets):
         calls, got = steps_of(SIX_SPARSE, **widgets)
         got.last.profile.save(file := tmp_path / "clip.safetensors")
-        profile = load_pack("nodes.profiles").NamedProfile.load("clip", file)
+        profile = load_pack("sparge.sampling").NamedProfile.load("clip", file)
         again, with_it = steps_of(SIX_SPARSE, profile=profile, **widgets)
         assert got.notes == with_it.notes == []
         (measured,), (profiled,) = (run.run.session.tables.chosen for run in (got, with_it))

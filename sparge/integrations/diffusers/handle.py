@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,14 +17,41 @@ from ...common.failures import MEANT_FOR_HOST, Failures
 from ...common.whole_graph import has_been_traced
 from ...kernels import capabilities
 from ...kernels.warmup import warm_up
-from ...sampling import Run, RunResult, Settings, Why, details, verdict
+from ...sampling import (
+    NamedProfile,
+    Run,
+    RunResult,
+    Settings,
+    Why,
+    details,
+    save_profile,
+    verdict,
+)
 from ...sampling.words import PLAIN
 from ...speed.backend import TORCH
-from ...tune import FAILED, PassFacts, SigmaWindow, fitted
+from ...tune import (
+    FAILED,
+    Fingerprint,
+    PassFacts,
+    Profile,
+    ProfileError,
+    SigmaWindow,
+    fitted,
+)
+from .fingerprint import fingerprint_of
 from .forward import Forward
 from .hooks import TransformerHooks
-from .layout import is_shared, layout_of
+from .layout import layout_of
 from .rows import row_of
+from .shared import (
+    ADVICE,
+    ANOTHER,
+    NOT_ALIKE,
+    are_alike,
+    is_shared,
+    shared_heads,
+    table_of_all,
+)
 from .steps import Prompts, Steps
 
 logger = logging.getLogger("sparge")
@@ -33,10 +62,6 @@ REPLACED = (
     "enable again."
 )
 NO_SCHEDULE = "the scheduler has no timesteps, so the step is not known"
-SHARED = (
-    "several GPUs share the model's sequence (enable_parallelism): take "
-    "sparge.integrations.parallel.context_parallel in place of enable"
-)
 #: Characters of either part of a line, which no box cuts off.
 _WIDEST = 200
 _BACKEND = (
@@ -65,9 +90,16 @@ class Handle:
     A run begins with the first pass of a call of the pipeline, and is replaced by the next one.
     """
 
-    def __init__(self, pipe: Any, transformers: list[torch.nn.Module], settings: Settings) -> None:
-        self._pipe, self._settings = pipe, settings
+    def __init__(
+        self,
+        pipe: Any,
+        transformers: list[torch.nn.Module],
+        settings: Settings,
+        profile: NamedProfile | None = None,
+    ) -> None:
+        self._pipe, self._settings, self._profile = pipe, settings, profile
         self._run: Run | None = None
+        self._fingerprint: Fingerprint | None = None  # of the first transformer, in that run
         self._steps: Steps | None = None
         self._prompts = Prompts(pipe)
         self._hooks = [
@@ -107,6 +139,30 @@ class Handle:
         result = self.result
         return self._not_run() if result is None else details(result)
 
+    def profile(self) -> Profile | None:
+        """Profile of what the last run measured of the first transformer; None where that is
+        nothing. Waits for the GPU."""
+        result = self.result
+        return None if result is None else result.profile
+
+    def save_profile(self, path: str | os.PathLike[str]) -> str:
+        """Writes the profile of the last run, over one that is there, and says so. Waits for the
+        GPU.
+
+        path: of the file, with or without its suffix ".safetensors".
+
+        Raises:
+            ProfileError: the last run measured nothing, or the file cannot be written.
+            ValueError: `path` is none.
+        """
+        result = self.result
+        try:
+            if result is None:
+                raise ProfileError(self._not_run())
+            return save_profile(result, path)
+        except ProfileError as error:
+            raise ProfileError(f"No profile was saved: {error}") from error
+
     @property
     def _has_other_model(self) -> bool:
         """Whether the pipeline was given another transformer since it was enabled."""
@@ -123,7 +179,7 @@ class Handle:
         if self._run is None:
             return None
         finished = self._steps is None or self._steps.is_last
-        return self._run.result(None, stopped=not finished)
+        return self._run.result(self._fingerprint, stopped=not finished)
 
     def disable(self) -> None:
         """Takes the hooks off. The pipeline is as it was; the last run can still be asked."""
@@ -140,6 +196,8 @@ class Handle:
         except MEANT_FOR_HOST:
             raise
         except Exception as error:  # the picture matters more
+            if is_shared(hooks.model):  # others wait for what this process does not come to
+                raise
             failures = Failures() if self._run is None else self._run.failures
             failures.tell("a pass of the model was computed dense", error)
             if self._run is not None:
@@ -173,7 +231,14 @@ class Handle:
         run, steps = self._run, self._steps
         assert run is not None
         layout = layout_of(hooks.model, row, given, len(hooks.blocks) or None)
-        unusable = run.meet(layout, device) or (SHARED if is_shared(hooks.model) else None)
+        unusable, shared = run.meet(layout, device), shared_heads(hooks.model)
+        if isinstance(shared, str):
+            run.note(ADVICE.format(why=shared))
+            unusable = unusable or shared
+        else:
+            layout = replace(layout, shared=shared)
+            if not shared.agree(unusable is None, device):
+                unusable = unusable or ANOTHER
         if steps is None:
             facts = PassFacts(conditioning, 0, NO_SCHEDULE, which=hooks.which)
         else:
@@ -196,9 +261,35 @@ class Handle:
             settings.start_percent, settings.end_percent, lambda percent: steps * (1 - percent)
         )
         schedule = [_level(step, steps) for step in range(steps)]
-        run = self._run = Run(settings, window, schedule, backend=TORCH, words=WORDS)
+        run = self._run = self._run_of(window, schedule, device)
         if capabilities(device).usable:
             run.await_kernels(device, lambda: warm_up(device, logger.info).wait(lambda: None))
+        return run
+
+    def _run_of(self, window: SigmaWindow, schedule: list[float], device: torch.device) -> Run:
+        """Run with the profile that was given, where that fits."""
+        settings, named = self._settings, self._profile
+        profile, remark = None, ""
+        self._fingerprint = None if settings.aim is None else fingerprint_of(self.models[0])
+        if named is not None:
+            profile, remark = named.usable_for(self._fingerprint, settings.aim)
+        name = "" if named is None else named.name
+        shared = shared_heads(self.models[0])
+        run = Run(
+            settings,
+            window,
+            schedule,
+            backend=TORCH,
+            words=WORDS,
+            profile=profile,
+            profile_name=name,
+            speed=partial(table_of_all, shared),
+        )
+        if remark:
+            run.note(remark)
+        if not are_alike(shared, device, settings, profile):
+            run.note(NOT_ALIKE)
+            run.give_up(device, NOT_ALIKE)
         return run
 
 

@@ -24,13 +24,6 @@ def blocks_of(model: Any) -> list[nn.Module]:
     return [block for blocks in lists if isinstance(blocks, nn.ModuleList) for block in blocks]
 
 
-def is_shared(model: Any) -> bool:
-    """Whether several GPUs share the tokens of a model's pass, by diffusers' ContextParallelConfig:
-    its calls then hold some of the heads, and tokens in other places."""
-    config = getattr(model, "_parallel_config", None)
-    return getattr(config, "context_parallel_config", None) is not None
-
-
 def layout_of(
     model: Any, row: Row | None, given: Mapping[str, Any], blocks: int | None
 ) -> TokenLayout:

@@ -6,9 +6,9 @@ yunchang and raylight. RankAttention: the function that all of these call.
 """
 
 from ...order.places import dealt_places
+from ...tune.ranks import all_heads, balanced_heads, heads_of_rank, work_of_ranks
 from .attend import RankAttention
 from .context_parallel import context_parallel
-from .heads import all_heads, balanced_heads, heads_of_rank, work_of_ranks
 from .slots import sageattention_module, sageattention_slot, xdit_function
 from .stats import RankStats
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from ...checks.argument import check_kind, whole_number
 from ...checks.torch_call import TorchCall
-from ...order.places import dealt_places
+from ...order.places import dealt_places, parts_of
 from ...policy import SparsePolicy
 from ...sampling import TokenLayout
 from ...sdpa import MIN_TOKENS, AttentionMode
@@ -127,9 +127,8 @@ class _Passes:
             if layout.text is not TextPosition.NONE:
                 self.stats.remark(NO_TOKENS.format(name=layout.family))
             return RankAttention(self._policy, ring=self._ring > 1, **common)
-        parts = (tokens.prefix, tokens.tokens - tokens.prefix - tokens.suffix, tokens.suffix)
         if self._ring == 1:
-            places = dealt_places(parts, self._ulysses)
+            places = dealt_places(parts_of(tokens), self._ulysses)
             return RankAttention(self._policy, grid=tokens, places=places, **common)
         # Each chunk has its share of the text at its end, where Ulysses does not deal it further.
         ends = {"exact_prefix": tokens.prefix, "exact_suffix": tokens.suffix}

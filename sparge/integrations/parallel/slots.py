@@ -2,7 +2,7 @@
 """A rank's attention under the names and signatures that other engines call.
 
 sys.modules["sageattention"] = sageattention_module(attend)     # yunchang, raylight
-ATTENTION_FUNCTION_REGISTRY[AttentionBackendType.SAGE] = xdit_function(attend)     # xDiT
+ATTENTION_FUNCTION_REGISTRY[AttentionBackendType.SAGE] = xdit_function(attend)     # xDiT to 0.7.0
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -30,6 +30,24 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
 _OF_ARITHMETIC = {
     "return_softmax", "deterministic", "smooth_k", "pv_accum_dtype", "qk_quant_gran", "attn_type",
 }  # fmt: skip
+
+#: What xDiT's models may send in `attention_kwargs` that changes the result, with what to do.
+_OF_XDIT = {
+    "pre_quantized": "xDiT sends q, k and v quantized to FP8 (use_fp8_comms), and Sparge Attention "
+    "quantizes what the model computed: turn use_fp8_comms off.",
+    "indices_k": "xDiT sends the real keys of a padded sequence (indices_k), and Sparge Attention "
+    "does not give the log-sum-exp of those: choose another attention for this model.",
+    "attn_mask": "xDiT sends a mask (attn_mask), and Sparge Attention does not give the "
+    "log-sum-exp of a masked call: choose another attention for this model.",
+}
+
+
+class XditCall(Protocol):
+    """Fields that are read of the `AttnCall` of xDiT's later sources."""
+
+    dropout_p: float
+    is_causal: bool
+    attention_kwargs: Mapping[str, Any]
 
 
 def sageattention_slot(attend: RankAttention) -> Callable[..., Any]:
@@ -77,22 +95,32 @@ def sageattention_module(attend: RankAttention) -> ModuleType:
 
 
 def xdit_function(attend: RankAttention) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Function for xDiT's ATTENTION_FUNCTION_REGISTRY: q, k, v (B, H, N, D), dropout_p, is_causal,
-    attention_kwargs -> (result, natural log-sum-exp (B, H, Nq) float32)."""
+    """Function for xDiT: q, k, v (B, H, N, D) -> (result, natural log-sum-exp (B, H, Nq) float32).
+
+    It fits both of its registries: functions of ATTENTION_FUNCTION_REGISTRY (xfuser 0.5.0 to 0.7.0)
+    get dropout_p, is_causal and attention_kwargs besides; the `impl` of a `Spec` of
+    `xfuser.core.attention` (later sources) gets one `AttnCall`, which holds the three.
+
+    Raises:
+        Unsupported: xDiT sends a mask, packed keys or quantized tensors.
+    """
 
     def attention(
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        dropout_p: float = 0.0,
+        dropout_p: float | XditCall | None = 0.0,
         is_causal: bool = False,
         attention_kwargs: Mapping[str, Any] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        if (attention_kwargs or {}).get("pre_quantized"):
-            raise Unsupported(
-                "xDiT sends q, k and v quantized to FP8 (use_fp8_comms), and Sparge Attention "
-                "quantizes what the model computed: turn use_fp8_comms off."
-            )
+        if dropout_p is not None and not isinstance(dropout_p, (int, float)):
+            call = dropout_p
+            dropout_p, is_causal = call.dropout_p, call.is_causal
+            attention_kwargs = call.attention_kwargs
+        for name, sentence in _OF_XDIT.items():
+            given = (attention_kwargs or {}).get(name)
+            if given is not None and given is not False:
+                raise Unsupported(sentence)
         return attend.with_lse(
             query, key, value, dropout_p=dropout_p or 0.0, is_causal=bool(is_causal)
         )

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...checks.argument import whole_number
+from ..checks.argument import whole_number
 
 
 def heads_of_rank(heads: int, rank: int, ranks: int) -> slice:
