@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import os
 import socket
+import statistics
+import time
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -46,3 +49,32 @@ def _rank(
         dist.barrier()
     finally:
         dist.destroy_process_group()
+
+
+def median_on_ranks(work: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Median ms of this rank. The number of calls is fixed: every rank makes the same ones."""
+    for _ in range(3 if device.type == "cuda" else 0):
+        work()
+    dist.barrier()
+    if device.type != "cuda":
+        spans = []
+        for _ in range(repeats):
+            started = time.perf_counter()
+            work()
+            spans.append(1000 * (time.perf_counter() - started))
+        return statistics.median(spans)
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    events[0].record()
+    for event in events[1:]:
+        work()
+        event.record()
+    torch.cuda.synchronize(device)
+    return statistics.median(a.elapsed_time(b) for a, b in pairwise(events))
+
+
+def all_ranks(value: float, device: torch.device) -> list[float]:
+    """That number of every rank."""
+    own = torch.tensor([value], dtype=torch.float64, device=device)
+    found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, own)
+    return [float(each) for each in found]

@@ -24,11 +24,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +36,7 @@ from torch import Tensor
 import sparge
 from benchmarks.cases import spread
 from benchmarks.inputs import draw
-from benchmarks.ranks import run_ranks
+from benchmarks.ranks import all_ranks, median_on_ranks, run_ranks
 from benchmarks.shapes import SHAPES, Shape
 from benchmarks.timing import commit, require_kernels
 from benchmarks.ulysses import to_heads, to_tokens
@@ -139,38 +136,18 @@ class Sharing:
             "rel_l2": rel_l2(two, one), "same_bits": torch.equal(two, one),
         }  # fmt: skip
 
+    def _ms(self, work: Callable[[], object]) -> float:
+        return median_on_ranks(work, self.device, self.repeats)
+
+    def _of_ranks(self, value: float) -> list[float]:
+        return all_ranks(value, self.device)
+
     def _whole(self, x: Tensor) -> Tensor:
         """Tokens of all ranks as one GPU has them."""
         x = x.contiguous()
         found = [torch.empty_like(x) for _ in range(self.ranks)]
         dist.all_gather(found, x)
         return torch.cat(found, 1)[:, self.places.argsort()]
-
-    def _ms(self, work: Callable[[], object]) -> float:
-        """Median ms. The number of calls is fixed: every rank has to make the same ones."""
-        for _ in range(3 if self.device.type == "cuda" else 0):
-            work()
-        dist.barrier()
-        if self.device.type != "cuda":
-            spans = []
-            for _ in range(self.repeats):
-                started = time.perf_counter()
-                work()
-                spans.append(1000 * (time.perf_counter() - started))
-            return statistics.median(spans)
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(self.repeats + 1)]
-        events[0].record()
-        for event in events[1:]:
-            work()
-            event.record()
-        torch.cuda.synchronize(self.device)
-        return statistics.median(a.elapsed_time(b) for a, b in pairwise(events))
-
-    def _of_ranks(self, value: float) -> list[float]:
-        own = torch.tensor([value], dtype=torch.float64, device=self.device)
-        found = [torch.empty_like(own) for _ in range(self.ranks)]
-        dist.all_gather(found, own)
-        return [float(each) for each in found]
 
 
 def _torch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -96,7 +96,9 @@ struct alignas(256) Smem {  // tiles start at multiples of their row size
   u32 skipped_pairs[kRowGroups];                // by the PV filter, of each row group
   float inverse_output_scale;                       // see output_scale.cuh
   ScaleBounds bounds;                           // see row_scale.cuh
-  Work work;                                    // here, because the main loop has no register to spare for it
+  // Here, because the main loop has no register to spare for it. Aligned, so that the compiler's wide reads of it take in nothing
+  // that a thread writes meanwhile.
+  alignas(16) Work work;
   i32 first_pool_place, end_of_list, poolable;  // likewise; see block_list.cuh, Work::poolable
 };
 static_assert(sizeof(Smem) - kQueryTileBytes - kStages * kStageBytes <= kRowBytes,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import two_gpus
+from benchmarks import two_gpus, two_gpus_diffusers
 
 
 def test_rows_say_what_two_ranks_did(tmp_path: Path) -> None:
@@ -26,3 +26,17 @@ def test_rows_say_what_two_ranks_did(tmp_path: Path) -> None:
     spread, dealt = by_way[two_gpus.SPREAD], by_way[two_gpus.DEALT]
     assert spread["most_work_to_mean"] > 1.5 > 1.3 > dealt["most_work_to_mean"]
     assert spread["density_of_ranks"][1] > 1.1 * spread["density_of_ranks"][0]
+
+
+def test_rows_say_what_two_ranks_did_in_diffusers(tmp_path: Path) -> None:
+    pytest.importorskip("diffusers", reason="needs diffusers (requirements-dev.txt)")
+    rows = tmp_path / "rows.jsonl"
+    little = ["--tiny", "--device", "cpu", "--models", "wan", "--layers", "2", "--repeats", "1"]
+    two_gpus_diffusers.main([*little, "--topk", "0.3", "--out", str(rows)])
+    found = [json.loads(line) for line in rows.read_text("utf-8").splitlines()]
+    assert [(row["way"], row["sparse_calls"]) for row in found] == [
+        ("PyTorch", 0),
+        ("topk 1", 2),
+        ("topk 0.3", 2),
+    ]
+    assert all(row["rel_l2"] < 1e-6 and row["two_ms"] > 0 for row in found)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 import sparge
 from benchmarks.ranks import run_ranks
+from benchmarks.two_gpus_diffusers import cpu_counts_as_accelerator
 from benchmarks.ulysses import ring, to_heads, to_tokens
 from sparge.integrations.diffusers import enable
 from sparge.integrations.parallel import (
@@ -290,7 +291,7 @@ def _share(model: Any, device: torch.device, **degree: Any) -> Any:
     from benchmarks.tiny_models.pipelines import diffusers
 
     config = diffusers.ContextParallelConfig(**degree)
-    with _cpu_counts_as_accelerator(device):
+    with cpu_counts_as_accelerator(device):
         model.enable_parallelism(config=config)
     return config
 
@@ -333,13 +334,3 @@ def _first_pass(tiny: Any, device: torch.device) -> tuple[Any, dict[str, Any]]:
     hook.remove()
     given = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in passes[0].items()}
     return model.to(device), given | {"return_dict": False}
-
-
-@contextmanager
-def _cpu_counts_as_accelerator(device: torch.device) -> Iterator[None]:
-    """diffusers asks how many accelerators there are, before it asks which backend is used."""
-    if device.type != "cpu":
-        yield
-        return
-    with mock.patch.object(torch.accelerator, "device_count", lambda: 1):
-        yield
