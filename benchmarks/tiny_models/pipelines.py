@@ -51,7 +51,11 @@ class Tiny:
     ) -> Tensor:
         """Latents of one call."""
         generator = torch.Generator().manual_seed(seed)
-        call = self.given | {self.guidance: guidance} | given
+        device = self.pipe._execution_device  # to which not every pipeline brings what it is given
+        call = {
+            name: x.to(device) if isinstance(x, Tensor) else x
+            for name, x in (self.given | {self.guidance: guidance} | given).items()
+        }
         with torch.inference_mode():
             out = self.pipe(
                 num_inference_steps=steps, generator=generator, output_type="latent", **call
