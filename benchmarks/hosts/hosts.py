@@ -138,13 +138,18 @@ def diffusers_native_context(subject: Subject, topk: float) -> Iterator[Counted]
 
 @contextmanager
 def diffusers_backend(subject: Subject, topk: float) -> Iterator[Counted]:
-    """A backend by the name of sparge, which diffusers does not have."""
+    """Our backend, by its name, in the transformers of a pipeline; "native" afterwards."""
+    from sparge.integrations.diffusers import register_backend
+
+    stats, pipe = register_backend(policy(topk), LEAST), subject.of
+    models = [each for each in (pipe.transformer, getattr(pipe, "transformer_2", None)) if each]
+    for model in models:
+        model.set_attention_backend("sparge")
     try:
-        subject.of.transformer.set_attention_backend("sparge")
-    except ValueError as error:  # with all names, in another order each time
-        raise ValueError("diffusers has no attention backend named sparge") from error
-    raise NotImplementedError("diffusers has a backend named sparge: count its calls here")
-    yield Counts
+        yield partial(Counts.of, stats)
+    finally:
+        for model in models:
+            model.set_attention_backend("native")
 
 
 _IN_PLACE = "F.scaled_dot_product_attention = "
@@ -156,6 +161,4 @@ TRANSFORMERS = Host("transformers: enable", transformers_enable)
 DIFFUSERS = Host("diffusers: enable, manual", partial(diffusers_enable, "manual"))
 DIFFUSERS_AUTO = Host("diffusers: enable, auto budget", partial(diffusers_enable, "auto budget"))
 DIFFUSERS_NATIVE = Host("diffusers: enable, attention_backend(native)", diffusers_native_context)
-DIFFUSERS_BACKEND = Host(
-    "diffusers: set_attention_backend(sparge)", diffusers_backend, may_refuse=True
-)
+DIFFUSERS_BACKEND = Host("diffusers: set_attention_backend(sparge)", diffusers_backend)

@@ -11,8 +11,9 @@ from .hosts import Host
 
 #: The model of text whose attention upstream's function is tried in; others ask for the same.
 UPSTREAMS_TEXT = "Llama, heads of keys for all"
-#: The pipeline that is asked for a backend by our name.
-BACKENDS_PIPELINE = ("Wan 2.1", "one prompt")
+#: Models of pipelines that choose their attention by the name of a backend. The others call
+#: PyTorch's whatever they are asked for.
+DISPATCHING = ("Wan 2.1", "Wan 2.2", "HunyuanVideo", "LTX", "Flux")
 
 
 def cases() -> Iterator[tuple[Case, tuple[Host, ...]]]:
@@ -26,6 +27,6 @@ def cases() -> Iterator[tuple[Case, tuple[Host, ...]]]:
         of_pipeline = (*hosts.ANY_MODEL, hosts.DIFFUSERS, hosts.DIFFUSERS_AUTO)
         if case.name == "one prompt":
             of_pipeline += (hosts.DIFFUSERS_NATIVE,)
-        if (case.model, case.name) == BACKENDS_PIPELINE:
-            of_pipeline += (hosts.DIFFUSERS_BACKEND,)
+            if case.model in DISPATCHING:
+                of_pipeline += (hosts.DIFFUSERS_BACKEND,)
         yield case, of_pipeline

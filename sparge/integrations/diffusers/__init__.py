@@ -6,7 +6,8 @@ video = pipe(prompt).frames
 print(handle.line)
 """
 
+from .backend import register_backend
 from .enable import enable
 from .handle import Handle
 
-__all__ = ["Handle", "enable"]
+__all__ = ["Handle", "enable", "register_backend"]

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention backend "sparge" of diffusers, for transformers that choose theirs by name.
+
+stats = sparge.integrations.diffusers.register_backend(SparsePolicy(topk=0.3))
+pipe.transformer.set_attention_backend("sparge")
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from enum import Enum
+from typing import Any
+
+from torch import Tensor
+
+from ...call_stats import CallStats, count_exact
+from ...errors import Unsupported
+from ...policy import SparsePolicy
+from ...sdpa import MIN_TOKENS, Substitute
+
+NAME = "sparge"
+SHARED = "several GPUs share the model's sequence: take sparge.integrations.parallel"
+NO_REGISTRY = (
+    "This version of diffusers has no list of attention backends that others can add to. "
+    "`with sparge.sdpa(policy):` around the pipeline needs none."
+)
+
+
+def register_backend(policy: SparsePolicy | None = None, min_tokens: int = MIN_TOKENS) -> CallStats:
+    """Adds the backend "sparge" to those of diffusers; gives what counts its calls.
+
+    Sparse are the calls that `sparge.sdpa` makes sparse, and by the same policy; the others go to
+    diffusers' backend "native", with their reason counted. It knows nothing of text, grid or steps:
+    where a pipeline has a row, `enable` keeps more of the picture at the same speed. Once more it
+    replaces policy and counts.
+
+    Raises:
+        Unsupported: this version of diffusers has no such list, or a backend of that name.
+    """
+    stats = CallStats()
+    serve = Substitute.checked(policy, min_tokens, stats).sparse
+    stats.prepare()
+    registry, names = _registry()
+    native: Callable[..., Tensor] = registry._backends[names.NATIVE]
+
+    # diffusers reads the names of arguments, and leaves out those that are not here.
+    def sparge_attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        _parallel_config: Any = None,
+    ) -> Tensor:
+        """Attention of q, k and v (B, N, H, D)."""
+        options = {"scale": scale, "enable_gqa": enable_gqa}
+        if _parallel_config is not None:
+            count_exact(stats, SHARED)
+            options["_parallel_config"] = _parallel_config
+            return native(query, key, value, attn_mask, dropout_p, is_causal, **options)
+        mask = attn_mask
+        if mask is not None and mask.shape == (query.shape[0], key.shape[1]):
+            mask = mask[:, None, None]  # a flag for each key, as "native" takes it
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        out = serve(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa)
+        if out is None:
+            return native(query, key, value, attn_mask, dropout_p, is_causal, **options)
+        return out.transpose(1, 2)
+
+    sparge_attention.of_sparge = True  # type: ignore[attr-defined]
+    # Under context parallelism a model would need the log-sum-exp of "native", too.
+    registry.register(_member(registry, names), supports_context_parallel=True)(sparge_attention)
+    return stats
+
+
+def _registry() -> tuple[Any, Any]:
+    """The list of backends, and the enum of their names."""
+    try:
+        dispatch: Any = importlib.import_module("diffusers.models.attention_dispatch")
+        registry: Any = dispatch._AttentionBackendRegistry
+        names: Any = dispatch.AttentionBackendName
+        if (
+            not issubclass(names, Enum)
+            or dispatch.AttentionBackendName.NATIVE not in registry._backends
+        ):
+            raise Unsupported(NO_REGISTRY)
+    except (ImportError, AttributeError) as error:
+        raise Unsupported(NO_REGISTRY) from error
+    return registry, names
+
+
+def _member(registry: Any, names: Any) -> Any:
+    """Name of our backend in the enum, which has no public way to add one."""
+    known = names._value2member_map_.get(NAME)
+    if known is not None:
+        if not getattr(registry._backends.get(known), "of_sparge", False):
+            raise Unsupported(f"diffusers has a backend named {NAME!r} of its own.")
+        return known
+    member = str.__new__(names, NAME)
+    member._name_, member._value_ = NAME.upper(), NAME
+    names._member_map_[member._name_] = member
+    names._value2member_map_[NAME] = member
+    names._member_names_.append(member._name_)
+    return member

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The backend "sparge" of diffusers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+REASON = "needs diffusers, transformers and accelerate (requirements-dev.txt)"
+diffusers: Any = pytest.importorskip("diffusers", reason=REASON)
+
+from diffusers.models import attention_dispatch as dispatch  # noqa: E402
+
+from benchmarks.tiny_models import pipelines  # noqa: E402
+from sparge import SparsePolicy, Unsupported  # noqa: E402
+from sparge.common.metrics import rel_l2  # noqa: E402
+from sparge.integrations.diffusers import register_backend  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("reference_allowed")
+WHOLE, FEW = SparsePolicy(topk=1.0), SparsePolicy(topk=0.3)
+STEPS = 2
+SPARSE, CROSS = 2 * STEPS, "fewer than 100 queries or keys (min_tokens)"
+
+
+@pytest.fixture(autouse=True)
+def native_again() -> Iterator[None]:
+    """diffusers keeps the last backend for all models of a process."""
+    yield
+    dispatch._AttentionBackendRegistry.set_active_backend(dispatch.AttentionBackendName.NATIVE)
+
+
+def test_a_transformer_takes_it_by_its_name() -> None:
+    """Registered again it has another policy and counts anew; other models stay as they are."""
+    tiny, other = pipelines.wan(), pipelines.wan()
+    native = tiny(STEPS, guidance=1.0)
+    counted, errors = [], []
+    for policy in (WHOLE, FEW):
+        stats = register_backend(policy, min_tokens=100)
+        tiny.pipe.transformer.set_attention_backend("sparge")
+        out = tiny(STEPS, guidance=1.0)
+        assert (stats.sparse_calls, dict(stats.reasons)) == (SPARSE, {CROSS: SPARSE})
+        counted.append(stats)
+        errors.append(rel_l2(out, native))
+    assert 0 < errors[0] < 0.03 and errors[0] < errors[1] / 1.5, errors
+    assert counted[0].density == 1 and counted[1].density < 0.5
+    other.pipe.transformer.set_attention_backend("native")
+    assert torch.equal(other(STEPS, guidance=1.0), native)
+    assert counted[1].sparse_calls == SPARSE
+
+
+def test_diffusers_own_context_takes_it() -> None:
+    tiny, stats = pipelines.flux(), register_backend(FEW, min_tokens=100)
+    with dispatch.attention_backend("sparge"):
+        tiny(STEPS, guidance=1.0)
+    assert stats.sparse_calls == SPARSE and not stats.reasons
+    tiny(STEPS, guidance=1.0)
+    assert stats.sparse_calls == SPARSE
+
+
+def test_whole_graphs_have_it() -> None:
+    torch._dynamo.reset()
+    tiny, stats = pipelines.wan(), register_backend(FEW, min_tokens=100)
+    model = tiny.pipe.transformer
+    model.set_attention_backend("sparge")
+    expected = tiny(STEPS, guidance=1.0)
+    model.compile(backend="aot_eager", fullgraph=True)
+    assert torch.equal(tiny(STEPS, guidance=1.0), expected)
+    assert stats.sparse_calls == 2 * SPARSE
+
+
+def test_another_diffusers_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    native = dispatch.AttentionBackendName.NATIVE
+    with monkeypatch.context() as patch:
+        patch.delitem(dispatch._AttentionBackendRegistry._backends, native)
+        with pytest.raises(Unsupported, match=r"with sparge\.sdpa\(policy\):"):
+            register_backend()
+    register_backend()
+    member = dispatch.AttentionBackendName("sparge")
+    theirs = {member: lambda query: query}
+    monkeypatch.setattr(
+        dispatch._AttentionBackendRegistry,
+        "_backends",
+        dispatch._AttentionBackendRegistry._backends | theirs,
+    )
+    with pytest.raises(Unsupported, match="a backend named 'sparge' of its own"):
+        register_backend()
