@@ -146,9 +146,7 @@ def test_rows_on_file_are_right_and_would_show_what_is_wrong() -> None:
     assert [row for row in rows if row.verdict.is_bad] == []
     assert [row for row in rows if row.bound and row.bound >= row.noise_error] == []
     served = {row.host for row in rows if row.verdict is Verdict.TRUE and row.sparse}
-    assert {row.host for row in rows} >= HOSTS and HOSTS - served == {
-        "diffusers: set_attention_backend(sparge)"
-    }
+    assert served >= HOSTS
     assert {row.model for row in rows} >= MODELS
     assert {row.model for row in rows if row.verdict is Verdict.TRUE and row.sparse} >= MODELS
 

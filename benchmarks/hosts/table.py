@@ -97,7 +97,7 @@ def origin(path: Path = FILE) -> str:
     names = ("torch", "transformers", "diffusers", "commit")
     found = {tuple(row[name] for name in names) for row in read_rows(path)}
     told = (", ".join(map(" ".join, zip(names, values, strict=True))) for values in sorted(found))
-    return f"\n{'; '.join(told)}.\n"
+    return "\n" + ";\n".join(told) + ".\n"
 
 
 def tables() -> dict[str, Callable[[], str]]:
