@@ -59,6 +59,14 @@ class Oracle(nn.Module):
         return self.noise - context[:, :1, :1, None, None]
 
 
+def test_noise_levels_are_shifted_as_comfyui_shifts_them() -> None:
+    """Even levels 1, 3/4, 1/2, 1/4 by 8 x / (1 + 7 x); those of training by 5 x / (1 + 4 x)."""
+    levels = torch.tensor([1, 24 / 25, 8 / 9, 8 / 11, 0])
+    torch.testing.assert_close(flow.sampling_sigmas(4), levels)
+    assert flow.shifted(torch.tensor(0.5), flow.TRAINING_SHIFT) == pytest.approx(5 / 6)
+
+
+
 @pytest.mark.parametrize("steps", [1, 7])
 def test_a_true_flow_ends_at_the_clip(steps) -> None:
     noise = starting_noise(2, GRID, seed=3)
