@@ -186,8 +186,8 @@ class SdpaMode(AttentionMode):
     def __enter__(self) -> CallStats:
         stats = self._substitute.stats
         assert stats is not None  # sdpa made them
+        stats.prepare()  # before it is on, for what fails here is not taken off again
         super().__enter__()
-        stats.prepare()
         opened.stats.append(stats)
         return stats
 

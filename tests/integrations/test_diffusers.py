@@ -280,10 +280,17 @@ def test_own_loops_second_order_and_masks_of_heads(passes: list[Any]) -> None:
 
 
 def test_a_model_without_a_row_is_told() -> None:
-    class Other(torch.nn.Module):
-        def forward(self, hidden_states: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
-            x = hidden_states
+    class Attention(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.nn.functional.scaled_dot_product_attention(x, x, x)
+
+    class Other(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList([Attention()])
+
+        def forward(self, hidden_states: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
+            return self.layers[0](hidden_states)
 
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
     pipe = SimpleNamespace(transformer=Other(), scheduler=scheduler)

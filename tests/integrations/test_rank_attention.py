@@ -262,6 +262,43 @@ def test_context_parallel_leaves_the_model_as_it_was_and_says_what_it_does_not_k
         pass
 
 
+def test_an_interrupted_pass_of_context_parallel_serves_no_other_model(make_qkv) -> None:
+    model, qkv = Unknown(), make_qkv(1, 2, 320)
+    config: Any = SimpleNamespace(ring_degree=1, ulysses_degree=2)
+    expected = functional.scaled_dot_product_attention(*qkv)
+
+    class Interrupting(Tensor):
+        @classmethod
+        def __torch_function__(cls, *_: Any) -> Any:
+            raise KeyboardInterrupt
+
+    with context_parallel(model, config, sparge.SparsePolicy(topk=0.3), min_tokens=0) as stats:
+        with pytest.raises(KeyboardInterrupt):
+            model(qkv[0].as_subclass(Interrupting), *qkv[1:])
+        assert torch.overrides._get_current_function_mode_stack() == []
+        assert torch.equal(functional.scaled_dot_product_attention(*qkv), expected)
+        assert stats.sparse_calls == 0
+        model(*qkv)
+        assert stats.sparse_calls == 1
+
+
+def test_context_parallel_of_a_compiled_model_is_sparse_or_says_why_not(make_qkv) -> None:
+    config: Any = SimpleNamespace(ring_degree=1, ulysses_degree=2)
+    policy, qkv = sparge.SparsePolicy(topk=0.3), make_qkv(1, 2, 320)
+    found = []
+    for options in (None, {"fullgraph": False}, {"fullgraph": True}):
+        model = Unknown()
+        if options is not None:
+            torch._dynamo.reset()
+            model.compile(backend="eager", **options)
+        with context_parallel(model, config, policy, min_tokens=0) as stats:
+            found.append(model(*qkv))
+        assert (stats.sparse_calls == 1) != ("compile without fullgraph" in str(stats))
+    torch._dynamo.reset()
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[2], functional.scaled_dot_product_attention(*qkv))
+
+
 class FluxTransformer2DModel(nn.Module):
     """What one rank of a ring computes: its queries over one chunk of the keys."""
 

@@ -66,7 +66,6 @@ def test_noise_levels_are_shifted_as_comfyui_shifts_them() -> None:
     assert flow.shifted(torch.tensor(0.5), flow.TRAINING_SHIFT) == pytest.approx(5 / 6)
 
 
-
 @pytest.mark.parametrize("steps", [1, 7])
 def test_a_true_flow_ends_at_the_clip(steps) -> None:
     noise = starting_noise(2, GRID, seed=3)

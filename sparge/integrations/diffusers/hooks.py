@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hooks on one transformer of a pipeline: where a pass begins and ends, which block runs, and what
-the pipeline calls the pass. Nothing of the model is replaced, so LoRA and offloading may replace
-what they like."""
+the pipeline calls the pass. Outside of a pass nothing of the model is replaced, so LoRA and
+offloading may replace what they like."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from torch.utils.hooks import RemovableHandle
 from ...common.untraced import untraced
 from ...common.whole_graph import is_traced_whole
 from ...sdpa import AttentionMode
+from ..stand_in import StandIn
 from .forward import Forward
-from .layout import blocks_of
+from .layout import blocks_of, topmost
 
 
 class PassOwner(Protocol):
@@ -42,26 +43,23 @@ class TransformerHooks:
         self.pass_name: str | None = None
         """Name that the pipeline has for the running pass, such as "cond"."""
         self._signature = inspect.signature(type(self.model).forward)
-        self._open: list[Forward] = []
+        self._open: Forward | None = None
         self._block = 0
-        self._modes: list[AttentionMode] = []
+        # Parts, not the whole: torch.compile(fullgraph=True) does not take a mode around it.
+        self._parts = list(enumerate(self.blocks)) or [(0, part) for part in topmost(self.model)]
+        self._stand_ins: list[StandIn] = []
         # Of the wrapper, where there is one: what is traced is the model inside.
         self._handles: list[RemovableHandle] = [
             transformer.register_forward_pre_hook(self._begin, with_kwargs=True),
             transformer.register_forward_hook(self._end, always_call=True),
         ]
-        # Blocks, not the whole: torch.compile(fullgraph=True) does not take a mode around it.
-        for number, block in enumerate(self.blocks or [transformer]):
-            self._handles += [
-                block.register_forward_pre_hook(partial(self._enter, number)),
-                block.register_forward_hook(self._leave, always_call=True),
-            ]
         self._watch_names()
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._close_pass()
         self.model.__dict__.pop("cache_context", None)
 
     def _watch_names(self) -> None:
@@ -89,36 +87,33 @@ class TransformerHooks:
         if not is_traced_whole():
             self._close_pass()
 
-    def _enter(self, number: int, block: nn.Module, args: Any) -> None:
-        if not is_traced_whole():
-            self._enter_block(number)
-
-    def _leave(self, block: nn.Module, args: Any, output: Any) -> None:
-        if not is_traced_whole():
-            self._leave_block()
-
     @untraced
     def _open_pass(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._close_pass()  # one that was interrupted between two blocks
         given = self._signature.bind_partial(self.model, *args, **kwargs).arguments
-        if (forward := self.owner.begin_pass(self, given)) is not None:
-            self._open.append(forward)
+        self._open = self.owner.begin_pass(self, given)
+        if self._open is not None:
+            self._stand_ins += [StandIn(part, partial(self._running, n)) for n, part in self._parts]
 
     @untraced
     def _close_pass(self) -> None:
-        if self._open:
-            self.owner.end_pass(self._open.pop())
+        for stand_in in reversed(self._stand_ins):  # a block may be in the model twice
+            stand_in.remove()
+        self._stand_ins.clear()
+        forward, self._open = self._open, None
+        if forward is not None:
+            self.owner.end_pass(forward)
 
-    @untraced
-    def _enter_block(self, number: int) -> None:
-        if self._open:
-            self._block = number
-            self._modes.append(AttentionMode(self._serve))
-            self._modes[-1].__enter__()
-
-    @untraced
-    def _leave_block(self) -> None:
-        if self._modes:
-            self._modes.pop().__exit__(None, None, None)
+    @contextmanager
+    def _running(self, block: int, *_: Any, **__: Any) -> Iterator[None]:
+        """Context of a block in an open pass."""
+        self._block = block
+        try:
+            with AttentionMode(self._serve):
+                yield
+        except BaseException:
+            self._close_pass()  # the hook at its end does not run for each of them
+            raise
 
     def _serve(self, *args: Any, **kwargs: Any) -> Tensor | None:
         """Result of a call of `scaled_dot_product_attention`; None for one that stays torch's."""
@@ -126,4 +121,5 @@ class TransformerHooks:
 
     @untraced
     def _attend(self, *args: Any, **kwargs: Any) -> Tensor:
-        return self._open[-1].attend_torch(self._block, *args, **kwargs)
+        assert self._open is not None
+        return self._open.attend_torch(self._block, *args, **kwargs)

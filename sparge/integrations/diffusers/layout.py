@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -22,6 +22,15 @@ def blocks_of(model: Any) -> list[nn.Module]:
     """Blocks of a model, in the order they run."""
     lists = (getattr(model, name, None) for name in BLOCK_LISTS)
     return [block for blocks in lists if isinstance(blocks, nn.ModuleList) for block in blocks]
+
+
+def topmost(model: nn.Module) -> Iterator[nn.Module]:
+    """Modules that a model calls itself. Lists are not called, but what is in them."""
+    for child in model.children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            yield from topmost(child)
+        else:
+            yield child
 
 
 def layout_of(

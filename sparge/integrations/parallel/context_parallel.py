@@ -23,8 +23,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ...call_stats import count_exact
 from ...checks.argument import check_kind, whole_number
 from ...checks.torch_call import TorchCall
+from ...common.untraced import untraced
+from ...common.whole_graph import has_been_traced
 from ...order.places import dealt_places, parts_of
 from ...policy import SparsePolicy
 from ...sampling import TokenLayout
@@ -32,12 +35,17 @@ from ...sdpa import MIN_TOKENS, AttentionMode
 from ...tune import TextPosition
 from ..diffusers.layout import layout_of
 from ..diffusers.rows import row_of
+from ..stand_in import StandIn
 from .attend import RankAttention
 from .seen_tokens import TEXT_UNPROTECTED
 from .stats import RankStats
 
 #: What the backend "_native_flash" calls; it gives the log-sum-exp, too.
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention
+WHOLE_GRAPH = (
+    "none came, and some model is compiled with fullgraph=True, which leaves no room for it "
+    "(compile without fullgraph)"
+)
 NO_TOKENS = "{name}: its tokens are not known here, so they stay as they come and no text is exact"
 
 
@@ -71,15 +79,14 @@ def context_parallel(
     ring, ulysses = _degrees(config)
     passes = _Passes(transformer, ring, ulysses, policy, whole_number("min_tokens", min_tokens, 0))
     model: nn.Module = getattr(transformer, "_orig_mod", transformer)
-    handles = (
-        model.register_forward_pre_hook(passes.begin, with_kwargs=True),
-        model.register_forward_hook(passes.end, always_call=True),
-    )
+    passes.stats.prepare()
+    stand_in = StandIn(model, passes.mode)  # over diffusers' own, which cuts the tokens
     try:
         yield passes.stats
     finally:
-        for handle in handles:
-            handle.remove()
+        stand_in.remove()
+        if has_been_traced() and not passes.stats.sparse_calls + passes.stats.exact_calls:
+            count_exact(passes.stats, WHOLE_GRAPH)
 
 
 def _degrees(config: Any) -> tuple[int, int]:
@@ -94,7 +101,7 @@ def _degrees(config: Any) -> tuple[int, int]:
 
 
 class _Passes:
-    """Forward passes of one transformer. Its hooks run before diffusers cuts the tokens."""
+    """Forward passes of one transformer, before diffusers cuts their tokens."""
 
     def __init__(
         self, transformer: nn.Module, ring: int, ulysses: int, policy: SparsePolicy, min_tokens: int
@@ -106,19 +113,15 @@ class _Passes:
         self._signature = inspect.signature(type(self._model).forward)
         self._row = row_of(self._model)
         self._attentions: dict[TokenLayout, RankAttention] = {}
-        self._modes: list[AttentionMode] = []
 
-    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    @untraced
+    def mode(self, *args: Any, **kwargs: Any) -> AttentionMode:
+        """Mode for a pass with these arguments."""
         given = self._signature.bind_partial(self._model, *args, **kwargs).arguments
         layout = layout_of(self._model, self._row, given, None)
         if layout not in self._attentions:
             self._attentions[layout] = self._attention_of(layout)
-        self._modes.append(_Mode(self._attentions[layout]))
-        self._modes[-1].__enter__()
-
-    def end(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._modes:
-            self._modes.pop().__exit__(None, None, None)
+        return _Mode(self._attentions[layout])
 
     def _attention_of(self, layout: TokenLayout) -> RankAttention:
         common: dict[str, Any] = {"min_tokens": self._min_tokens, "stats": self.stats}

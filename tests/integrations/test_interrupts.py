@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Passes that end early: by Ctrl+C, by another BaseException, or by an error in a compiled block.
+What they leave would serve the attention of every other model in the process."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+REASON = "needs diffusers, transformers and accelerate (requirements-dev.txt)"
+pytest.importorskip("diffusers", reason=REASON)
+pytest.importorskip("transformers", reason=REASON)
+
+from benchmarks.tiny_models.pipelines import ALL, Tiny  # noqa: E402
+from sparge.common.untraced import untraced  # noqa: E402
+from sparge.integrations.diffusers import enable  # noqa: E402
+from sparge.integrations.diffusers.forward import Forward  # noqa: E402
+from sparge.integrations.diffusers.handle import Handle  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("reference_allowed", "no_mode_left")
+
+SETTINGS: dict[str, Any] = {"topk": 0.5, "min_tokens": 100, "start_percent": 0.25}
+STEPS = 3
+
+
+class Stopped(BaseException):
+    """What ComfyUI's Cancel is like."""
+
+
+def calls_of(handle: Handle) -> tuple[int, int, int]:
+    """Numbers of sparse, dense and cross-attention calls of the last run."""
+    assert handle.result is not None
+    tally = handle.result.tally
+    assert tally.sparse
+    return tally.sparse, tally.dense, tally.cross
+
+
+@contextmanager
+def ended_in(part: nn.Module, calls: int, error: type[BaseException]) -> Iterator[None]:
+    """Context in which a part of a model raises an error in its last of so many calls."""
+    own, left = part.forward, [calls]
+
+    @untraced
+    def count() -> None:
+        left[0] -= 1
+        if not left[0]:
+            raise error
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        count()
+        return own(*args, **kwargs)
+
+    part.forward = forward
+    with pytest.raises(error):
+        yield
+    del part.forward
+
+
+class Bystander:
+    """Attention of another model, which is PyTorch's own."""
+
+    def __init__(self) -> None:
+        self._q, self._k, self._v = torch.randn(3, 1, 2, 480, 64).bfloat16()
+        self._expected = self._attend()
+
+    def _attend(self) -> Tensor:
+        return functional.scaled_dot_product_attention(self._q, self._k, self._v)
+
+    def check(self, handle: Handle) -> None:
+        assert handle.result is not None
+        calls = handle.result.tally.calls
+        assert torch.equal(self._attend(), self._expected)
+        assert handle.result.tally.calls == calls
+        assert torch.overrides._get_current_function_mode_stack() == []
+
+
+def check_nothing_is_replaced(tiny: Tiny) -> None:
+    assert not any("forward" in vars(part) for part in tiny.pipe.transformer.modules())
+
+
+def as_it_is(model: Any) -> None:
+    pass
+
+
+def by_block(model: Any) -> None:
+    model.compile_repeated_blocks(backend="eager")
+
+
+def whole(model: Any) -> None:
+    model.compile(backend="eager")
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize(
+    ("compiled", "error", "mode"),
+    [
+        (as_it_is, KeyboardInterrupt, "auto budget"),
+        (by_block, ArithmeticError, "manual"),
+        (whole, Stopped, "manual"),
+    ],
+)
+def test_a_pass_that_ends_within_a_block_leaves_nothing_behind(
+    compiled: Callable[[Any], None], error: type[BaseException], mode: str
+) -> None:
+    tiny, other = ALL["Wan 2.1"](), Bystander()
+    native, model = tiny(STEPS), tiny.pipe.transformer
+    with enable(tiny.pipe, mode, **SETTINGS) as handle:
+        expected = tiny(STEPS)
+        calls = calls_of(handle)
+        compiled(model)
+        with ended_in(model.blocks[1].attn1, 4, error):
+            tiny(STEPS)
+        other.check(handle)
+        check_nothing_is_replaced(tiny)
+        gc.collect()
+        assert not [each for each in gc.get_objects() if type(each) is Forward]
+        assert handle.result is not None and handle.result.stopped
+        assert torch.equal(tiny(STEPS), expected)
+        assert calls_of(handle) == calls and not handle.result.stopped
+    assert torch.equal(tiny(STEPS), native)
+
+
+def test_a_pass_that_ends_between_blocks_serves_no_other_model() -> None:
+    """And the next pass works where offloading was put over what is left of it."""
+    accelerate = pytest.importorskip("accelerate", reason=REASON)
+    tiny, other = ALL["Wan 2.1"](), Bystander()
+    native, model = tiny(STEPS), tiny.pipe.transformer
+    with enable(tiny.pipe, "manual", **SETTINGS) as handle:
+        expected = tiny(STEPS)
+        calls = calls_of(handle)
+        with ended_in(model.norm_out, 3, KeyboardInterrupt):
+            tiny(STEPS)
+        other.check(handle)
+        accelerate.cpu_offload(model, execution_device=torch.device("cpu"), offload_buffers=True)
+        for _ in range(2):
+            assert torch.equal(tiny(STEPS), expected) and calls_of(handle) == calls
+        accelerate.hooks.remove_hook_from_submodules(model)
+        assert torch.equal(tiny(STEPS), expected) and calls_of(handle) == calls
+        with ended_in(model.norm_out, 3, KeyboardInterrupt):
+            tiny(STEPS)
+    assert torch.equal(tiny(STEPS), native)
+
+
+def test_offloading_that_was_there_before_may_go() -> None:
+    accelerate = pytest.importorskip("accelerate", reason=REASON)
+    tiny = ALL["Wan 2.1"]()
+    model = tiny.pipe.transformer
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"), offload_buffers=True)
+    with enable(tiny.pipe, "manual", **SETTINGS) as handle:
+        expected = tiny(STEPS)
+        calls = calls_of(handle)
+        accelerate.hooks.remove_hook_from_submodules(model)
+        assert torch.equal(tiny(STEPS), expected) and calls_of(handle) == calls
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_compiled_model_is_not_traced_anew_in_each_pass() -> None:
+    tiny = ALL["Wan 2.1"]()
+    by_block(tiny.pipe.transformer)
+    with enable(tiny.pipe, "manual", **SETTINGS):
+        tiny(1)
+        frames = torch._dynamo.utils.counters["frames"]
+        traced = frames["total"]
+        tiny(1)
+        assert frames["total"] == traced > 0
