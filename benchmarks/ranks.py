@@ -1,19 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes that share a sequence, one a GPU (NCCL) or all on the CPU (gloo)."""
+"""Processes that share a sequence, one a GPU (NCCL) or all on the CPU (gloo), and options of
+scripts that time them."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import socket
 import statistics
 import time
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
+
+from benchmarks.timing import require_kernels
 
 #: Work of one rank: it is given its device and what `run_ranks` was given.
 Work = Callable[..., None]
@@ -77,3 +82,21 @@ def all_ranks(value: float, device: torch.device) -> list[float]:
     found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(found, own)
     return [float(each) for each in found]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--topk", nargs="+", type=float, default=[0.3, 0.2])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=10, help="calls that a median is of")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="little sizes, for the script itself")
+    parser.add_argument("--commit", default="", help="in a copy of the repository without history")
+    parser.add_argument("--out", type=Path, help="file that rows are added to")
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """Ends the script where there are no kernels, or fewer GPUs than ranks."""
+    if options.device == "cuda":
+        require_kernels()
+        if (found := torch.cuda.device_count()) < options.ranks:
+            raise SystemExit(f"{options.ranks} ranks need as many GPUs; torch finds {found}.")

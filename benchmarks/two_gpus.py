@@ -26,7 +26,6 @@ import argparse
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,9 +35,9 @@ from torch import Tensor
 import sparge
 from benchmarks.cases import spread
 from benchmarks.inputs import draw
-from benchmarks.ranks import all_ranks, median_on_ranks, run_ranks
+from benchmarks.ranks import add_options, all_ranks, check_options, median_on_ranks, run_ranks
 from benchmarks.shapes import SHAPES, Shape
-from benchmarks.timing import commit, require_kernels
+from benchmarks.timing import commit
 from benchmarks.ulysses import to_heads, to_tokens
 from sparge.common.metrics import rel_l2
 from sparge.integrations.parallel import (
@@ -157,19 +156,19 @@ def _torch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def measure(
-    device: torch.device, shapes: list[Shape], topk: list[float], repeats: int, out: Path | None
+    device: torch.device, shapes: list[Shape], topk: list[float], options: argparse.Namespace
 ) -> None:
     """Work of one rank; the first one prints the rows."""
     for shape in shapes:
-        sharing = Sharing(shape, device, repeats)
+        sharing = Sharing(shape, device, options.repeats)
         for way in ways(topk):
-            row = sharing.row(way) | {"repeats": repeats, "gpu": _name(device)}
-            row |= {"torch": torch.__version__, "commit": commit()}
+            row = sharing.row(way) | {"repeats": options.repeats, "gpu": _name(device)}
+            row |= {"torch": torch.__version__, "commit": options.commit or commit()}
             if dist.get_rank():
                 continue
             print(_line(row), json.dumps(row), sep="\n", flush=True)
-            if out:
-                with out.open("a", encoding="utf-8") as file:
+            if options.out:
+                with options.out.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(row) + "\n")
 
 
@@ -191,24 +190,16 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         description=about[0], formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["wan480", "flux1k"])
-    parser.add_argument("--topk", nargs="+", type=float, default=[0.3, 0.2])
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=10, help="calls that a median is of")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="little shapes, for the script itself")
-    parser.add_argument("--out", type=Path, help="file that rows are added to")
+    add_options(parser)
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> None:
     args = parse(arguments)
-    if args.device == "cuda":
-        require_kernels()
-        if (found := torch.cuda.device_count()) < args.ranks:
-            raise SystemExit(f"{args.ranks} ranks need as many GPUs; torch finds {found}.")
+    check_options(args)
     shapes = [SHAPES[name] for name in args.shapes]
     shapes = [tiny(shape) for shape in shapes] if args.tiny else shapes
-    run_ranks(measure, args.device, args.ranks, shapes, args.topk, args.repeats, args.out)
+    run_ranks(measure, args.device, args.ranks, shapes, args.topk, args)
 
 
 if __name__ == "__main__":

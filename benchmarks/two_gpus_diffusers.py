@@ -24,7 +24,6 @@ import importlib
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -34,8 +33,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import sparge
-from benchmarks.ranks import all_ranks, median_on_ranks, run_ranks
-from benchmarks.timing import commit, require_kernels
+from benchmarks.ranks import add_options, all_ranks, check_options, median_on_ranks, run_ranks
+from benchmarks.timing import commit
 from sparge.common.metrics import rel_l2
 from sparge.integrations.parallel import context_parallel
 
@@ -177,23 +176,14 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         description=about[0], formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--topk", nargs="+", type=float, default=[0.3, 0.2])
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=10, help="passes that a median is of")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="little models, for the script itself")
-    parser.add_argument("--commit", default="", help="in a copy of the repository without history")
-    parser.add_argument("--out", type=Path, help="file that rows are added to")
+    add_options(parser)
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> None:
     args = parse(arguments)
-    if args.device == "cuda":
-        require_kernels()
-        if (found := torch.cuda.device_count()) < args.ranks:
-            raise SystemExit(f"{args.ranks} ranks need as many GPUs; torch finds {found}.")
+    check_options(args)
     run_ranks(measure, args.device, args.ranks, args.models, args.topk, args)
 
 
