@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(bool(why_no_browser()), reason=why_no_browser())
 ADD = """ids => {
   ids.forEach((id, index) => {
     const node = LiteGraph.createNode(id);
-    node.pos = [150 + (index % 4) * 420, 120 + Math.floor(index / 4) * 500];
+    node.pos = [150 + (index % 4) * 420, 170 + Math.floor(index / 4) * 480];
     app.graph.add(node);
     for (const widget of node.widgets)
       if (['name', 'model_name'].includes(widget.name)) widget.value = '';
