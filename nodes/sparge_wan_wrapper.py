@@ -12,7 +12,7 @@ from comfy_api.latest import io
 
 from ..sparge import capabilities
 from ..sparge.kernels.warmup import warm_up
-from ..sparge.sampling import unusable_reason
+from ..sparge.sampling import short_lines, unusable_reason
 from . import host
 from .settings import Settings
 from .wan_wrapper import LAST_STEP, WanWrapperHook
@@ -82,7 +82,7 @@ class SpargeAttentionWanVideoWrapper(io.ComfyNode):
         reason = unusable_reason(device)
         if reason is not None:  # the pack's own attention is faster than PyTorch's
             logger.warning("[Sparge] NOTHING IS SPARSE: %s", reason)
-            host.show_on_node(node_id, f"NOTHING IS SPARSE\n{reason}")
+            host.show_on_node(node_id, short_lines("NOTHING IS SPARSE", reason))
             return io.NodeOutput(model)
         if capabilities(device).usable:
             warm_up(device, partial(host.show_on_node, node_id))

@@ -36,6 +36,8 @@ SINGLE = {
     *("__init__.py", "install.py", "pyproject.toml", "requirements.txt", "tools/__init__.py"),
     *("LICENSE", "README.md", "CHANGELOG.md"),
     *("docs/guide.md", "docs/how-it-works.md", "docs/library.md"),
+    *("docs/hosts/diffusers.md", "docs/hosts/parallel.md"),
+    *("docs/hosts/pytorch.md", "docs/hosts/transformers.md"),
 }
 #: Bytes; the archive is downloaded at every update.
 MOST = 1_500_000

@@ -25,16 +25,22 @@ BUILD_INPUTS = "sparge csrc tools nodes pyproject.toml requirements.txt README.m
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, unpacked."""
-    source, out, folder = map(tmp_path_factory.mktemp, ("source", "wheel", "installed"))
+    """The wheel that is made of the sdist, unpacked."""
+    source, out, folder = map(tmp_path_factory.mktemp, ("source", "built", "installed"))
     ignored = shutil.ignore_patterns("__pycache__")
     for path in (ROOT / name for name in [*BUILD_INPUTS.split(), "__init__.py"]):
         if path.is_dir():
             shutil.copytree(path, source / path.name, ignore=ignored)
         else:
             shutil.copy(path, source)
+    make = f"from setuptools.build_meta import build_sdist; build_sdist({str(out)!r})"
+    done = subprocess.run(
+        [sys.executable, "-c", make], cwd=source, capture_output=True, text=True, check=True
+    )
+    assert "deprecated" not in done.stdout + done.stderr, done.stderr
+    (sdist,) = out.glob("*.tar.gz")
     options = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet", "-w", str(out)]
-    subprocess.run([sys.executable, "-m", "pip", "wheel", *options, str(source)], check=True)
+    subprocess.run([sys.executable, "-m", "pip", "wheel", *options, str(sdist)], check=True)
     (wheel,) = out.glob("*.whl")
     shutil.unpack_archive(wheel, folder, "zip")
     return folder

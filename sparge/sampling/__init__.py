@@ -11,7 +11,7 @@ from .run import Run, unusable_reason
 from .served_pass import Dense, ServedPass
 from .settings import AUTO_BUDGET, AUTO_QUALITY, MANUAL, MODES, QUALITIES, Settings
 from .summary import details, summary
-from .verdict import verdict
+from .verdict import short_lines, verdict
 from .words import HostWords, Why
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "Why",
     "details",
     "save_profile",
+    "short_lines",
     "summary",
     "unusable_reason",
     "verdict",

@@ -47,6 +47,11 @@ def verdict(result: RunResult, widest: int = WIDEST) -> str:
     """One line or two, each of at most `widest` characters."""
     why = why_nothing(result)
     lines = why.lines if why.told else (_first(result), _second(result))
+    return short_lines(*lines, widest=widest)
+
+
+def short_lines(*lines: str, widest: int = WIDEST) -> str:
+    """Those of the lines that say something, each cut to `widest` characters."""
     return "\n".join(textwrap.shorten(line, widest, placeholder=" ...") for line in lines if line)
 
 

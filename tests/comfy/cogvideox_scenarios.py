@@ -4,6 +4,7 @@ JSON values."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import comfy.model_patcher
@@ -51,6 +52,31 @@ def cogvideox_loaded(
         "finite": bool(outputs[0].isfinite().all() and outputs[0].std() > 0),
         "outputs are equal": torch.equal(*outputs),
     }
+
+
+def cogvideox_at_its_size(name: str) -> dict[str, Any]:
+    """A model of DynamicVRAM. ends: bits of each tensor's first and last element."""
+    node = comfy_nodes.NODE_CLASS_MAPPINGS["SpargeCogVideoXLoad"]
+    before = _own_bytes()
+    with replaced(comfy.model_patcher.ModelPatcher, "is_dynamic", lambda self: True):
+        model = node.execute(name).args[0].model
+    network = model.diffusion_model.state_dict()
+    return {
+        "network": type(model).__name__,
+        "taken": _own_bytes() - before,
+        "shapes": {key: list(tensor.shape) for key, tensor in network.items()},
+        "ends": {
+            key: [end.view(torch.int16).item() for end in tensor.flatten()[[0, -1]]]
+            for key, tensor in network.items()
+            if tensor.dtype == torch.bfloat16
+        },
+    }
+
+
+def _own_bytes() -> int:
+    """Bytes of memory that the process has to itself: mapped files are not among them."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines["RssAnon"].split()[0]) << 10
 
 
 def cogvideox_refused(name: str) -> str:

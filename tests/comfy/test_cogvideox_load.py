@@ -4,13 +4,24 @@ loader."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.convert.parts import ROTARY, SINCOS, published, write_model
+from sparge.cogvideox.layout import core_name
+from tests.convert.parts import (
+    PUBLISHED,
+    ROTARY,
+    SINCOS,
+    mark,
+    published,
+    shapes_of,
+    write_empty,
+    write_model,
+)
 from tools.convert_cogvideox.convert import main
 
 #: Of each model: its config.json, the type of its weights, and sizes.
@@ -70,6 +81,19 @@ def test_the_same_model_as_from_the_converted_file(
     assert ours == core and ours["model"] == "CogVideoX"
     assert got["weights differ"] == []
     assert got["finite"] and got["outputs are equal"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="files of nothing may take room on the disk")
+@pytest.mark.parametrize("size", ["5b", "1.5", "1.5-i2v"])
+def test_a_model_of_the_published_size_arrives_whole(comfyui, models, size):
+    """With DynamicVRAM: every parameter is the file's own, mapped, and none is copied."""
+    first = write_empty(models / f"whole {size}", size).relative_to(models).as_posix()
+    got = comfyui.run("cogvideox_at_its_size", name=first)
+    shapes = shapes_of(**PUBLISHED[size])
+    assert got["network"] == "CogVideoX"
+    assert got["shapes"] == {core_name(name): list(shape) for name, shape in shapes.items()}
+    assert got["ends"] == {core_name(name): [mark(name)] * 2 for name in shapes}
+    assert got["taken"] < 200e6, "of eleven billion bytes"
 
 
 def test_a_converted_file_loads_as_it_is(comfyui, files):

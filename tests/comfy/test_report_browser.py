@@ -17,10 +17,13 @@ pytestmark = pytest.mark.skipif(bool(why_no_browser()), reason=why_no_browser())
 REPORT = "8"
 #: Looks at a page that a slow machine draws, a second apart.
 TRIES = 20
-#: Addresses of the pictures on the report: of the page's elements in Nodes 2.0.
-PICTURES = """([id, page]) => page
-  ? [...document.querySelectorAll(`[data-node-id="${id}"] img`)].map(picture => picture.src)
-  : (app.graph.getNodeById(id).imgs ?? []).map(picture => picture.src)"""
+#: Addresses of the pictures on the report: of the page's elements in Nodes 2.0. The other canvas
+#: loads them when it draws, as under a mouse that moves.
+PICTURES = """([id, page]) => {
+  app.canvas.setDirty(true, true);
+  return [...page ? document.querySelectorAll(`[data-node-id="${id}"] img`)
+    : app.graph.getNodeById(id).imgs ?? []].map(picture => picture.src);
+}"""
 RUN = """() => new Promise((resolve, reject) => {
   app.api.addEventListener('execution_success', () => resolve(), {once: true});
   app.api.addEventListener('execution_error', event => reject(event.detail), {once: true});

@@ -8,9 +8,7 @@ on nodes is sent to the frontend without a run, for no machine has all the model
 
 from __future__ import annotations
 
-import itertools
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.comfy.browser import Page, front_end, opened, why_no_browser
+from tests.comfy.drawn import AFTER_A_RUN, NODES, VERDICT, overlaps, put_example
 from tests.comfy.server import Server
 from tests.comfy.test_workflows_server import SUBGRAPHS, WORKFLOWS, put_placeholders
 from tests.links import Link, hidden_links
@@ -28,15 +27,6 @@ from tools.graphs.layout import Node, Row, Stack
 
 pytestmark = pytest.mark.skipif(bool(why_no_browser()), reason=why_no_browser())
 
-#: Nodes as they are drawn: those of Nodes 2.0 are elements of the page, title and all.
-NODES = """() => app.canvas.graph._nodes.map(node => {
-  const element = document.querySelector(`[data-node-id="${node.id}"]`);
-  const title = LiteGraph.NODE_TITLE_HEIGHT;
-  const [width, height] = element
-    ? [element.offsetWidth, element.offsetHeight] : [node.size[0], node.size[1] + title];
-  const [x, y] = [node.pos[0], node.pos[1] - title];
-  return {name: node.title, type: node.type, box: [x, y, x + width, y + height]};
-})"""
 #: Names of the nodes at a link's ends, and the places of its sockets as they are drawn.
 LINKS = """() => [...app.canvas.graph.links.values()].filter(
   link => link.origin_id > 0 && link.target_id > 0).map(link => {
@@ -44,18 +34,6 @@ LINKS = """() => [...app.canvas.graph.links.values()].filter(
   return [from.title, to.title,
     [...from.getOutputPos(link.origin_slot)], [...to.getInputPos(link.target_slot)]];
 })"""
-VERDICT = "2.7x faster: 34 s, not 91 s.\n21 % of attention computed, error 5 %"
-#: Two lines on each node of ours, one more on the report, and pictures where a run leaves one.
-AFTER_A_RUN = """lines => {
-  const send = (kind, detail) => app.api.dispatchEvent(new CustomEvent(kind, {detail}));
-  for (const {id, type} of app.graph._nodes) {
-    const text = type.endsWith('Report') ? 'Saved the profile of this clip.\\n' + lines : lines;
-    if (type.startsWith('SpargeAttention')) send('progress_text', {nodeId: String(id), text});
-    if (/Report$|Compare$|^Save/.test(type))
-      send('executed', {node: String(id), display_node: String(id), prompt_id: 'one',
-        output: {images: [{filename: 'example.png', subfolder: '', type: 'input'}]}});
-  }
-}"""
 #: Title and widgets of the one subgraph.
 FACES = """() => app.graph._nodes.filter(node => node.subgraph).map(
   node => [node.title, node.widgets.map(widget => [widget.name, widget.value])])"""
@@ -93,7 +71,7 @@ LEAST_ZOOM = 0.575
 @pytest.fixture(scope="module")
 def server(start_server: Any, base_directory: Path, comfyui_env: dict[str, str]) -> Server:
     put_placeholders(base_directory)
-    _picture(base_directory / "input" / "example.png")
+    put_example(base_directory)
     return start_server(base_directory, comfyui_env, front_end=front_end())
 
 
@@ -101,30 +79,6 @@ def server(start_server: Any, base_directory: Path, comfyui_env: dict[str, str])
 def page(server: Server) -> Iterator[Page]:
     with opened(server.url) as page:
         yield page
-
-
-def _picture(path: Path) -> None:
-    """In the shape of a report's picture."""
-    from PIL import Image
-
-    Image.new("RGB", (1200, 990), (90, 90, 120)).save(path)
-
-
-@pytest.fixture(scope="module")
-def screenshots(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    named = os.environ.get("SCREENSHOTS")
-    folder = Path(named) if named else tmp_path_factory.mktemp("screenshots")
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
-def overlaps(nodes: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    found = []
-    for one, two in itertools.combinations(nodes, 2):
-        a, b = one["box"], two["box"]
-        if a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]:
-            found.append((one["name"], two["name"]))
-    return found
 
 
 @pytest.mark.parametrize("nodes_2", [False, True], ids=["default", "nodes-2"])

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nodes as ComfyUI's frontend draws them, before a run and after one that it is told of."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+#: Nodes as they are drawn: those of Nodes 2.0 are elements of the page, title and all.
+NODES = """() => app.canvas.graph._nodes.map(node => {
+  const element = document.querySelector(`[data-node-id="${node.id}"]`);
+  const title = LiteGraph.NODE_TITLE_HEIGHT;
+  const [width, height] = element
+    ? [element.offsetWidth, element.offsetHeight] : [node.size[0], node.size[1] + title];
+  const [x, y] = [node.pos[0], node.pos[1] - title];
+  return {name: node.title, type: node.type, box: [x, y, x + width, y + height]};
+})"""
+VERDICT = "2.7x faster: 34 s, not 91 s.\n21 % of attention computed, error 5 %"
+#: Two lines on each node of ours, one more on the report, and pictures where a run leaves one.
+AFTER_A_RUN = """lines => {
+  const send = (kind, detail) => app.api.dispatchEvent(new CustomEvent(kind, {detail}));
+  for (const {id, type} of app.graph._nodes) {
+    const text = type.endsWith('Report') ? 'Saved the profile of this clip.\\n' + lines : lines;
+    if (/^SpargeAttention|Benchmark$/.test(type)) send('progress_text', {nodeId: String(id), text});
+    if (/Report$|Compare$|Map$|Benchmark$|^Save/.test(type))
+      send('executed', {node: String(id), display_node: String(id), prompt_id: 'one',
+        output: {images: [{filename: 'example.png', subfolder: '', type: 'input'}]}});
+  }
+}"""
+
+
+def overlaps(nodes: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    found = []
+    for one, two in itertools.combinations(nodes, 2):
+        a, b = one["box"], two["box"]
+        if a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]:
+            found.append((one["name"], two["name"]))
+    return found
+
+
+def put_example(base: Path) -> None:
+    """Puts a picture into a base directory that has the shape of a report's."""
+    from PIL import Image
+
+    path = base / "input" / "example.png"
+    path.parent.mkdir(exist_ok=True)
+    Image.new("RGB", (1200, 990), (90, 90, 120)).save(path)
