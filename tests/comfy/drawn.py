@@ -25,7 +25,9 @@ AFTER_A_RUN = """lines => {
     if (/^SpargeAttention|Benchmark$/.test(type)) send('progress_text', {nodeId: String(id), text});
     if (!/Report$|Compare$|Map$|Benchmark$|^Save/.test(type)) continue;
     const clip = type === 'SaveVideo', filename = clip ? 'example.webm' : 'example.png';
-    const output = {images: [{filename, subfolder: '', type: 'input'}], animated: [clip]};
+    // Of Nodes 2.0, the player of an animated one would stay on the page when its graph has gone.
+    const animated = [clip && !LiteGraph.vueNodesMode];
+    const output = {images: [{filename, subfolder: '', type: 'input'}], animated};
     send('executed', {node: String(id), display_node: String(id), prompt_id: 'one', output});
   }
 }"""

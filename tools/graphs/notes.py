@@ -23,8 +23,8 @@ BYPASS_BOTH = (
     "again."
 )
 COMPARED = (
-    "**Compare**: *Sparge Attention Compare* shows both clips beside each other and says how much "
-    "they differ. Its *view* can split one picture between them, or show the difference."
+    "**Compare**: the second green node shows both clips beside each other and says how much they "
+    "differ. Its *view* can split one picture between them, or show the difference."
 )
 REPORTED = "*Sparge Attention Report* shows what was skipped where."
 

@@ -66,7 +66,7 @@ def compare() -> Graph:
     compare = Node(
         *("compare", "SpargeAttentionCompare", ("side by side",)),
         {"reference": "decoded_dense", "clip": "decoded_sparse"},
-        "Sparge Attention Compare: after a run",
+        "Compare: appears after a run",
     )
     watch = Row(
         (
