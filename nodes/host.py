@@ -67,11 +67,13 @@ def show_on_node(node_id: str | None, text: str) -> None:
 
 
 def told_apart(text: str) -> str:
-    """The lines of a text, all but the last ended like sentences: Nodes 2.0 shows breaks between
-    lines as spaces."""
-    *lines, last = text.rstrip().split("\n")
-    ended = (line if line.endswith((".", ":", ";", "!", "?")) else f"{line}." for line in lines)
-    return "\n".join([*ended, last])
+    """The lines of a text, ended like sentences but for the last and those before a bracket: Nodes
+    2.0 shows breaks between lines as spaces."""
+    lines = text.rstrip().split("\n")
+    for number, following in enumerate(lines[1:]):
+        if not lines[number].endswith((".", ":", ";", "!", "?")) and following[:1] != "(":
+            lines[number] += "."
+    return "\n".join(lines)
 
 
 def nodes_behind(node_id: str | None, kind: str) -> dict[str, Mapping[str, Any]]:

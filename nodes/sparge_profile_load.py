@@ -17,6 +17,10 @@ logger = logging.getLogger("sparge")
 ProfileSocket = io.Custom("SPARGE_PROFILE")
 
 
+#: The one choice where no profile was saved; the canvas shows "undefined" for a list without any.
+NONE_SAVED = "none saved yet"
+
+
 class SpargeProfileLoad(io.ComfyNode):
     """Loads a profile. A graph that names a profile this machine lacks still runs: that run
     measures."""
@@ -36,7 +40,7 @@ class SpargeProfileLoad(io.ComfyNode):
             inputs=[
                 io.Combo.Input(
                     "name",
-                    options=profile_names(),
+                    options=profile_names() or [NONE_SAVED],
                     optional=True,  # where no profile was saved, the graph still runs
                     tooltip=(
                         "A profile that Sparge Attention Report saved; press R to see new ones. "
@@ -71,7 +75,7 @@ class SpargeProfileLoad(io.ComfyNode):
     def execute(cls, name: str | None = None) -> io.NodeOutput:
         name = name or ""  # null where the list is empty
         shown = name.removesuffix(SUFFIX)
-        if shown.strip():
+        if shown.strip() and shown != NONE_SAVED:
             found = NamedProfile.load(shown, profile_file(name))
         else:
             found = NamedProfile(shown, None, "Load Sparge Profile has no name")

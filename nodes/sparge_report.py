@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -55,6 +54,7 @@ class SpargeAttentionReport(io.ComfyNode):
                     "save_profile",
                     default="",
                     optional=True,
+                    advanced=True,
                     tooltip=(
                         "Name for a file in models/sparge_profiles, which replaces one of that "
                         "name; empty saves nothing. Runs that load it are faster, because they "
@@ -77,22 +77,32 @@ class SpargeAttentionReport(io.ComfyNode):
         hook = hook_of(model)
         if hook is None or hook.last is None:
             return cls._shown(latent, NO_NODE if hook is None else NO_RUN)
-        remarks = []
+        warnings, saved = [], []
         if other := _of_another_run(latent, hook.last_shape):
-            remarks.append(other)
-        if name := save_profile.strip():
-            remarks.append(NOT_SAVED_OF_ANOTHER if other else _save(hook.last, name))
-        return cls._shown(latent, details(hook.last), remarks, hook.last)
+            warnings.append(other)
+        name = save_profile.strip()
+        if name and other:
+            warnings.append(NOT_SAVED_OF_ANOTHER)
+        elif name:
+            try:
+                saved.append(_save(hook.last, name))
+            except ProfileError as error:  # a finished clip is not lost for a name
+                logger.warning("[Sparge] %s", error)
+                warnings.append(f"No profile was saved: {error}")
+        text = "\n".join([details(hook.last), *warnings, *saved])
+        aside = [f"({each})" for each in saved]
+        lines = "\n".join([*warnings, verdict(hook.last), *aside])
+        return cls._shown(latent, text, lines, hook.last)
 
     @classmethod
     def _shown(
-        cls, latent: Any, text: str, remarks: Sequence[str] = (), result: RunResult | None = None
+        cls, latent: Any, text: str, lines: str = "", result: RunResult | None = None
     ) -> io.NodeOutput:
-        """Shows a report on the node as well, where there is room for its picture and few lines."""
+        """Shows a report on the node as well, where there is room for its picture and few lines:
+        two in the size in which it is added, so warnings and what was gained come first."""
         node_id = cls.hidden.unique_id if cls.hidden else None
         let_picture_go(node_id)
-        show_on_node(node_id, "\n".join([*remarks, text if result is None else verdict(result)]))
-        text = "\n".join([text, *remarks])
+        show_on_node(node_id, lines or text)
         try:
             from comfy_api.latest import ui
 
@@ -119,10 +129,9 @@ def _of_another_run(latent: Any, shape: tuple[int, ...] | None) -> str | None:
 
 
 def _save(result: RunResult, name: str) -> str:
-    """Saves the profile and says what became of it. A name that cannot be used must not cost the
-    user a finished clip."""
-    try:
-        return save_profile(result, profile_path(profile_folder(), name))
-    except ProfileError as error:
-        logger.warning("[Sparge] %s", error)
-        return f"No profile was saved: {error}"
+    """Saves the profile and says so.
+
+    Raises:
+        ProfileError: it cannot be saved, or not under that name.
+    """
+    return save_profile(result, profile_path(profile_folder(), name))

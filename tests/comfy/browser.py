@@ -100,6 +100,7 @@ class Page:
     def place(self, name: str) -> None:
         """Puts a node or blueprint into an empty graph, as a user who searches for its name."""
         self.open({"nodes": [], "links": [], "version": 0.4})
+        self.run("() => { app.canvas.ds.scale = 0.8; app.canvas.setDirty(true, true); }")
         middle = WIDTH / 2, HEIGHT / 2
         for _ in range(20):
             self._page.mouse.dblclick(*middle)
@@ -112,6 +113,7 @@ class Page:
         self._page.keyboard.press("Enter")
         self._settle()
         self._page.mouse.click(*middle)
+        self._page.mouse.move(WIDTH / 2, HEIGHT - 20)  # so that no tooltip hides it
         self._settle()
 
     def settle(self) -> None:
@@ -135,6 +137,8 @@ class Page:
         if box is not None:
             left, top, right, bottom = box
             part = {"x": left, "y": top, "width": right - left, "height": bottom - top}
+        self.run("() => app.canvas.setDirty(true, true)")  # what came since it was last drawn
+        self._page.wait_for_timeout(300)
         self._page.screenshot(path=str(path), clip=part)
 
 

@@ -21,11 +21,14 @@ VERDICT = "2.7x faster: 34 s, not 91 s.\n21 % of attention computed, error 5 %"
 AFTER_A_RUN = """lines => {
   const send = (kind, detail) => app.api.dispatchEvent(new CustomEvent(kind, {detail}));
   for (const {id, type} of app.graph._nodes) {
-    const text = type.endsWith('Report') ? 'Saved the profile of this clip.\\n' + lines : lines;
+    const text = type.endsWith('Report') ? lines + '\\n(Saved the profile of this clip.)' : lines;
     if (/^SpargeAttention|Benchmark$/.test(type)) send('progress_text', {nodeId: String(id), text});
-    if (/Report$|Compare$|Map$|Benchmark$|^Save/.test(type))
-      send('executed', {node: String(id), display_node: String(id), prompt_id: 'one',
-        output: {images: [{filename: 'example.png', subfolder: '', type: 'input'}]}});
+    if (!/Report$|Compare$|Map$|Benchmark$|^Save/.test(type)) continue;
+    const clip = type === 'SaveVideo', filename = clip ? 'example.webm' : 'example.png';
+    // Of Nodes 2.0, the player of an animated one would stay on the page when its graph has gone.
+    const animated = [clip && !LiteGraph.vueNodesMode];
+    const output = {images: [{filename, subfolder: '', type: 'input'}], animated};
+    send('executed', {node: String(id), display_node: String(id), prompt_id: 'one', output});
   }
 }"""
 
@@ -40,9 +43,16 @@ def overlaps(nodes: list[dict[str, Any]]) -> list[tuple[str, str]]:
 
 
 def put_example(base: Path) -> None:
-    """Puts a picture into a base directory that has the shape of a report's."""
+    """Puts a picture into a base directory that has the shape of a report's, and a clip."""
+    import av
     from PIL import Image
 
-    path = base / "input" / "example.png"
-    path.parent.mkdir(exist_ok=True)
-    Image.new("RGB", (1200, 990), (90, 90, 120)).save(path)
+    folder = base / "input"
+    folder.mkdir(exist_ok=True)
+    Image.new("RGB", (1200, 990), (90, 90, 120)).save(folder / "example.png")
+    with av.open(folder / "example.webm", "w") as file:
+        stream = file.add_stream("libvpx-vp9", rate=8)
+        stream.width, stream.height, stream.pix_fmt = 424, 240, "yuv420p"
+        still = av.VideoFrame.from_image(Image.new("RGB", (424, 240), (90, 120, 90)))
+        for frame in (still, still, None):
+            file.mux(stream.encode(frame))

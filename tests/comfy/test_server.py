@@ -150,14 +150,15 @@ def test_measured_reported_saved_and_loaded(server, base_directory):
     prompt["10"] = {"class_type": "PreviewImage", "inputs": {"images": ["8", 2]}}
     text = said_in_the_log(server, prompt)
     assert "predicted error" in text
-    remarks = [text.split("\n")[0] for node, text in server.texts if node == "8"]
-    assert remarks == ["Saved the profile from a graph.safetensors."], "first, for room is short"
+    (under,) = [text.split("\n") for node, text in server.texts if node == "8"]
+    saved = "Saved the profile from a graph.safetensors."
+    assert len(under) == 3 and under[-1] == f"({saved})", "after what was gained, for room is short"
     assert server.previews and {node for node, _ in server.previews} == {"8"}, "while it sampled"
     assert all(picture.startswith(b"\x89PNG") for _, picture in server.previews)
     outputs = outputs_of(server, "9")
     (shown,) = outputs["9"]["text"]
     assert shown.splitlines()[0] == text
-    assert shown.endswith("Saved the profile from a graph.safetensors.")
+    assert shown.endswith(saved)
     assert outputs["8"]["text"] == [shown] and len(outputs["8"]["images"]) == 1, "on the node"
     assert len(outputs["10"]["images"]) == 1
     folder = base_directory / "models" / "sparge_profiles"

@@ -242,7 +242,9 @@ def test_the_loader_lists_what_there_is(save, folder, load_pack, load):
     def names():
         return node.define_schema().inputs[0].options
 
-    assert names() == []
+    (none_saved,) = names()
+    assert none_saved == "none saved yet" and load(none_saved).profile is None
+    assert load(none_saved).problem == "Load Sparge Profile has no name"
     save()
     more = folder.parent / "more"
     (more / "wan").mkdir(parents=True)

@@ -354,7 +354,7 @@ def test_the_report_shows_itself(ran, result, report, load_pack, monkeypatch):
     details, remark = report.details(found), text.splitlines()[-1]
     assert remark.startswith("No profile was saved: ") and text == f"{details}\n{remark}"
     two_lines = load_pack("sparge.sampling").verdict(found)
-    assert under == f"{remark}\n{two_lines}", "what only this node says comes first"
+    assert under == f"{remark}\n{two_lines}", "what went wrong comes first"
 
 
 def test_lines_on_a_node_end_where_their_breaks_are_shown_as_spaces(load_pack):
@@ -362,6 +362,7 @@ def test_lines_on_a_node_end_where_their_breaks_are_shown_as_spaces(load_pack):
     assert told_apart("2.7x faster: 34 s, not 91 s\n20 % computed") == (
         "2.7x faster: 34 s, not 91 s.\n20 % computed"
     )
+    assert told_apart("error 5 %\n(Saved.)") == "error 5 %\n(Saved.)"
     assert told_apart("Is it on?\nYes.\n") == "Is it on?\nYes."
 
 

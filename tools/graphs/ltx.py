@@ -17,7 +17,7 @@ LOW = 340
 """Pixels above the columns within a pass, for links from its face."""
 
 
-def _sampled(sigmas: str, *before: Stack, top: int = 130) -> Row:
+def _sampled(sigmas: str, *before: Stack, top: int) -> Row:
     """Sampler without guidance, and columns of nodes before it, the last of which joins its latent.
     Above the columns, and `top` above the sampler, is the way of the links from the face."""
     settings = (
@@ -49,7 +49,7 @@ def first_pass() -> Subgraph:
     return Subgraph(
         "LTX-2, first pass",
         "Picture and sound at half the width and height.",
-        _sampled(FIRST_SIGMAS, Stack(270, latents, LOW), Stack(240, (joined,), LOW)),
+        _sampled(FIRST_SIGMAS, Stack(270, latents, LOW), Stack(240, (joined,), LOW), top=0),
         (
             *_both(),
             Face("sound VAE", "VAE", (("sound", "audio_vae"),)),
@@ -110,6 +110,7 @@ def ltx_2(number: int) -> Graph:
     )
     sound_vae = Node(*("sound_vae", "LTXVAudioVAELoader", (checkpoint.file,)), models=(checkpoint,))
     prompt, _ = parts.prompts(f"{parts.DOG} {parts.SOUNDS}")
+    prompt = replace(prompt, height=190)  # it is longer than others
     shared = {"model": "faster", "prompt": "prompt", "sound VAE": "sound_vae"}
     passes = (
         first.node("first", shared),

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the notes in the graphs say. No `code` marks: in Nodes 2.0 they are blue on brown."""
+"""What the notes in the graphs say. What must be read first is in headings, whose letters alone are
+large enough when a graph opens. No `code` marks: in Nodes 2.0 they are blue on brown."""
 
 from __future__ import annotations
 
@@ -14,16 +15,16 @@ STEPS = {
     "read": "Then read the node Sparge Attention: how much faster it was",
 }
 BYPASS = (
-    "### Compare\n\nSelect *Sparge Attention*, press Ctrl+B to bypass it, and run the same seed "
+    "**Compare**: select *Sparge Attention*, press Ctrl+B to bypass it, and run the same seed "
     "again."
 )
 BYPASS_BOTH = (
-    "### Compare\n\nSelect both green nodes, press Ctrl+B to bypass them, and run the same seed "
+    "**Compare**: select both green nodes, press Ctrl+B to bypass them, and run the same seed "
     "again."
 )
 COMPARED = (
-    "### Compare\n\n*Sparge Attention Compare* shows both clips beside each other and says how "
-    "much they differ. Its *view* can split one picture between them, or show the difference."
+    "**Compare**: the second green node shows both clips beside each other and says how much they "
+    "differ. Its *view* can split one picture between them, or show the difference."
 )
 REPORTED = "*Sparge Attention Report* shows what was skipped where."
 
@@ -37,25 +38,27 @@ def start(
 ) -> Node:
     """tokens: how many tokens it has, and of what, as 44,520 video tokens (28 x 30 x 53).
     steps: those of STEPS that are others in this graph."""
-    todo = "".join(
-        f"### {number}. {step}\n\n" for number, step in enumerate((STEPS | steps).values(), 1)
-    )
+    todo = "<br>".join(f"{n}. {step}" for n, step in enumerate((STEPS | steps).values(), 1))
     clip = "picture" if "image tokens" in tokens else "clip"
     text = (
-        f"## {what}\n\n{todo}"
+        f"# {what}\n\n## {todo}\n\n"
         "The first run compiles the kernels for your GPU, once, in a few seconds. "
         f"This {clip} has {tokens}: more tokens, more gain. {gain}"
     )
     return note("start", "Start here", f"{text}\n\n{more}".rstrip(), height)
 
 
-def settings(compare: str = BYPASS, more: str = REPORTED, height: int = 270) -> Node:
+def settings(
+    compare: str = BYPASS, more: str = REPORTED, height: int = 270, what: str = "clip"
+) -> Node:
     text = (
-        "### Faster or truer?\n\n"
-        "The clip looks right: set *quality* to fast. It differs too much: set it to high, then "
-        "raise *start_percent* (advanced) to 0.3. Nothing else has to be chosen.\n\n"
-        "### Is it on?\n\n"
-        "After a run, two lines on *Sparge Attention* say so, or why not. The log says more.\n\n"
+        "# Faster or truer?\n\n"
+        f"## The {what} looks right: set *quality* to fast<br>"
+        "It differs too much: set it to high\n\n"
+        "Still too much: raise *start_percent* (advanced) to 0.3. Nothing else has to be chosen."
+        "\n\n"
+        "**Is it on?** After a run, two lines on *Sparge Attention* say so, or why not. The log "
+        "says more.\n\n"
         f"{compare} {more}"
     )
     return note("settings", "Faster or truer", text.rstrip(), height)
@@ -63,7 +66,7 @@ def settings(compare: str = BYPASS, more: str = REPORTED, height: int = 270) -> 
 
 def files(models: Sequence[Model], more: str = "", height: int = 270) -> Node:
     rows = [f"* [{model.file}]({model.url}) → models/{model.folder}" for model in models]
-    text = "### Where the files go\n\n" + "\n".join(rows) + (f"\n\n{more}" if more else "")
+    text = "# Where the files go\n\n" + "\n".join(rows) + (f"\n\n{more}" if more else "")
     return note("files", "Models", text, height)
 
 
@@ -71,7 +74,7 @@ def shards(transformer: Sequence[Model], vae: Model, text: Model, height: int) -
     """Files of a model whose transformer is published in several."""
     links = ", ".join(f"[{n} of {len(transformer)}]({x.url})" for n, x in enumerate(transformer, 1))
     lines = (
-        "### Where the files go\n\n"
+        "# Where the files go\n\n"
         f"* Transformer, every file (ComfyUI offers only the first): {links} → "
         f"models/{transformer[0].folder}\n"
         f"* [VAE]({vae.url}) → save it as models/{vae.folder}/{vae.file}\n"

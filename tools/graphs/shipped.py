@@ -163,7 +163,7 @@ def _flux() -> Graph:
                     "16,384 image tokens (128 x 128)",
                     "At 1024 x 1024 it has 4,096, where there is hardly anything to gain.",
                 ),
-                notes.settings(),
+                notes.settings(what="picture"),
                 notes.files(models.FLUX),
             ),
         ),

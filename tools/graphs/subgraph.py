@@ -12,7 +12,7 @@ from .layout import TITLE, Item, Node, Placed, place
 from .node_types import NodeType, Socket
 
 #: What the frontend calls the two ends of a subgraph, and pixels between them and its nodes.
-INPUTS, OUTPUTS, BESIDE = -10, -20, 80
+INPUTS, OUTPUTS, BESIDE = -10, -20, 60
 WIDTH, ROW = 140, 20
 
 

@@ -66,6 +66,7 @@ def compare() -> Graph:
     compare = Node(
         *("compare", "SpargeAttentionCompare", ("side by side",)),
         {"reference": "decoded_dense", "clip": "decoded_sparse"},
+        "Compare: appears after a run",
     )
     watch = Row(
         (
@@ -83,6 +84,8 @@ def compare() -> Graph:
         read="Then read the green nodes: how much faster, how much it differs",
     )
     *load, vae = loaders
+    prompt, negative = prompts
+    prompts = replace(prompt, height=180), negative  # they are narrower here than elsewhere
     return Graph(
         "12 Compare - Wan 2.1 1.3B without and with Sparge Attention",
         *("Compare", "Wan 2.1 1.3B, one seed", "without and with"),
@@ -92,7 +95,7 @@ def compare() -> Graph:
                 (0, 370, Group("1 Load models", Stack(270, tuple(load)))),
                 (330, 0, Group("2 Make it faster", Stack(270, (parts.sparge(),)))),
                 (330, 470, Group("3 Describe the clip", Stack(270, prompts))),
-                (330, 868, Group("4 Size, length, seed", Stack(270, (size, seed)))),
+                (330, 900, Group("4 Size, length, seed", Stack(270, (size, seed)))),
                 (720, 0, Group("5 Sample twice", Stack(230, (sparse, dense), gap=60))),
                 (720, 760, Group("6 Load VAE", Stack(230, (vae,)))),
                 (1000, 260, Group("7 Decode", Stack(225, decoders, gap=120))),
@@ -126,7 +129,8 @@ def wan_22(number: int, task: str) -> Graph:
         ),
     )
     first, second = (Stack(252, (each,)) for each in samplers)
-    before, vae = len(middle) - 1, models.vae(files[-1])  # one of them is the note
+    before = sum(isinstance(item, Group) for _, _, item in middle)
+    vae = models.vae(files[-1])
     watch = (
         Stack(225, (parts.decode(latent="second"),)),
         Stack(225, (parts.video(16),)),
@@ -142,14 +146,12 @@ def wan_22(number: int, task: str) -> Graph:
                 (1128, at[1], Group(f"{before + 2} Sample: the rest", second)),
                 (1128, at[1] - 182, Group(f"{before + 3} Load VAE", Stack(252, (vae,)))),
                 (1412, at[1], Group(f"{before + 4} Watch", Row(watch, 14))),
-                (1412, 0, Stack(355, (notes.settings(notes.BYPASS_BOTH, "", height=400),))),
-                (1779, 0, Stack(355, (notes.files(files, height=400),))),
             )
         ),
     )
 
 
-#: Pixels above the two samplers, their inputs, and what stands before them.
+#: Pixels above the two samplers, their inputs, what stands before them, and the notes.
 _Half = tuple[tuple[int, int], dict[str, str], tuple[tuple[int, int, Stack | Row | Group], ...]]
 
 
@@ -158,12 +160,14 @@ def _from_text(files: Sequence[Model], words: str) -> _Half:
     start = notes.start(f"Wan 2.2 14B, {words}", WAN_TOKENS, GAIN, height=318, **READ_BOTH)
     encoder = models.text_encoder("wan", text)
     middle = (
-        (0, 0, _faster("1", "high", high)),
+        (0, 0, _faster(1, "high", high)),
         (0, 384, Stack(450, (start,))),
         (0, 742, Group("2 Load text encoder", Stack(430, (encoder,)))),
         (478, 384, Group(f"3 {LATENT}", Stack(270, (WAN_SIZE,)))),
         (478, 622, Group("4 Describe the clip", Stack(270, _prompts(), gap=8))),
-        (0, 956, _faster("5", "low", low)),
+        (0, 956, _faster(5, "low", low)),
+        (1412, 0, Stack(355, (_settings(),))),
+        (1779, 0, Stack(355, (notes.files(files, height=400),))),
     )
     source = {"positive": "prompt", "negative": "negative", "latent_image": "size"}
     return (250, 560), source, middle
@@ -172,7 +176,7 @@ def _from_text(files: Sequence[Model], words: str) -> _Half:
 def _from_image(files: Sequence[Model], words: str) -> _Half:
     high, low, text, vae = files
     steps = READ_BOTH | {"run": "Choose a picture, describe the clip and press Run"}
-    start = notes.start(f"Wan 2.2 14B, {words}", WAN_TOKENS, GAIN, height=220, **steps)
+    start = notes.start(f"Wan 2.2 14B, {words}", WAN_TOKENS, GAIN, height=400, **steps)
     image = Node("image", "LoadImage", ("example.png", "image"), title="First picture")
     inputs = {
         "positive": "prompt",
@@ -181,15 +185,20 @@ def _from_image(files: Sequence[Model], words: str) -> _Half:
         "start_image": "image",
     }
     size = Node("size", "WanImageToVideo", (832, 480, 81, 1), inputs, title=LATENT)
-    encoder = models.vae(vae, "vae_of_picture", "VAE for the picture")
+    vae_of_picture = models.vae(vae, "vae_of_picture", "VAE for the picture")
+    encoder = models.text_encoder("wan", text)
     middle = (
-        (0, 0, _faster("1", "high", high)),
+        (0, 0, _faster(1, "high", high)),
         (0, 491, Group("3 First picture", Stack(225, (image,)))),
-        (255, 384, Group("2 Load VAE", Stack(225, (encoder,)))),
+        (255, 384, Group("2 Load VAE", Stack(225, (vae_of_picture,)))),
         (255, 612, Group("4 Describe the clip", Stack(225, _prompts(), gap=8))),
         (502, 440, Group(f"5 {LATENT}", Stack(246, (size,)))),
-        (0, 949, _faster("6", "low", low, models.text_encoder("wan", text))),
-        (826, 1050, Stack(1308, (start,))),
+        (0, 949, Group("6 Load text encoder", Stack(225, (encoder,)))),
+        # The links of the text encoder pass left of it.
+        (280, 949, _faster(7, "low", low)),
+        (1412, 0, Stack(355, (start,))),
+        (1779, 0, Stack(355, (_settings(),))),
+        (1068, 1050, Stack(1066, (notes.files(files, height=235),))),
     )
     source = {
         "positive": "size.positive",
@@ -204,9 +213,12 @@ def _prompts() -> tuple[Node, Node]:
     return replace(first, height=102), negative
 
 
-def _faster(number: str, noise: str, file: Model, *above: Node) -> Group:
-    """One of the two models, from its file to our node; what else is loaded stands above them,
-    and its links pass above the shift."""
+def _settings() -> Node:
+    return notes.settings(notes.BYPASS_BOTH, "", height=400)
+
+
+def _faster(number: int, noise: str, file: Model) -> Group:
+    """One of the two models, from its file to our node."""
     nodes = (
         models.diffusion(file, noise, f"{noise.title()} noise model"),
         Node(
@@ -215,10 +227,5 @@ def _faster(number: str, noise: str, file: Model, *above: Node) -> Group:
         ),
         parts.sparge(f"shift_{noise}", f"faster_{noise}", f"Sparge Attention, {noise} noise"),
     )
-    load, shift, faster = nodes
-    row = (
-        Stack(225, (*above, load)),
-        Stack(225, (shift,), top=168 if above else 0),
-        Stack(270, (faster,)),
-    )
+    row = tuple(Stack(width, (node,)) for width, node in zip((225, 225, 270), nodes, strict=True))
     return Group(f"{number} Make the {noise} noise model faster", Row(row, 14))
