@@ -20,9 +20,9 @@ class Subject:
     run: Callable[[], Sequence[Tensor]]
     """Runs it; gives outputs that are compared one by one, such as those of batch entries."""
     module: nn.Module
-    """What torch.compile takes."""
+    """Module that torch.compile takes."""
     of: Any = None
-    """What the host's `enable` takes: a model or a pipeline."""
+    """Model or pipeline that the host's `enable` takes."""
 
 
 @dataclass(frozen=True)

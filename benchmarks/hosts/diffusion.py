@@ -28,7 +28,7 @@ class Use:
     """How a pipeline is changed and called."""
 
     given: dict[str, Any] = field(default_factory=dict)
-    """Of the call."""
+    """Arguments of the pipeline's call."""
     dtype: torch.dtype = torch.float32
     """In 16 bits the rounding of latents would hide errors of attention."""
     steps: int = FEWEST_STEPS

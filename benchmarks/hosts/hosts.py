@@ -24,7 +24,7 @@ from .rounded import torchs_function_is
 
 @dataclass(frozen=True)
 class Counts:
-    """What a host counted."""
+    """Calls that a host counted, by what became of them."""
 
     sparse: int = 0
     dense: int = 0

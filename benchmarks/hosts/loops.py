@@ -92,9 +92,9 @@ class Use:
     """How a loop is made and called."""
 
     options: dict[str, Any] = field(default_factory=dict)
-    """Of PyTorch's function."""
+    """Arguments of PyTorch's function, beside q, k and v."""
     sizes: dict[str, Any] = field(default_factory=dict)
-    """Of `Loop`."""
+    """Arguments of `Loop`."""
     keys: int = 0
     """Tokens that are attended to, where they are not those that attend."""
     dtype: torch.dtype = torch.bfloat16

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Row of the table of hosts, and what is thought of it.
+"""Row of the table of hosts, and the verdict on it.
 
 The bound of a case is derived from the case itself: the model runs with attention whose queries and
 keys are rounded to 8 bits and which is PyTorch's otherwise, mask and all
@@ -20,7 +20,7 @@ MARGIN = 3.0
 
 
 class Verdict(Enum):
-    """What is thought of a row."""
+    """Judgement of a row."""
 
     TRUE = "as the model's own"
     REFUSED = "refused"
@@ -43,12 +43,12 @@ class Row:
     model: str
     case: str
     error: float = 0.0
-    """Of the output where everything is kept, beside the model's own attention."""
+    """Error of the output where everything is kept, beside the model's own attention."""
     rounded_error: float = 0.0
-    """Of the model's own output where queries and keys are rounded to 8 bits."""
+    """Error of the model's own output where queries and keys are rounded to 8 bits."""
     noise_error: float = 0.0
-    """Where a tenth of noise is added to what each attention call gives: so much the output shows
-    of attention that is wrong."""
+    """Error where a tenth of noise is added to what each attention call gives: so much the output
+    shows of attention that is wrong."""
     calls: int = 0
     """Attention calls that the model makes by itself."""
     sparse: int = 0
@@ -61,7 +61,7 @@ class Row:
     fewer_density: float = 1.0
     """Share of the query-key pairs that those computed."""
     refused: str = ""
-    """What the host raised."""
+    """Error that the host raised, as text."""
 
     @classmethod
     def read(cls, row: Mapping[str, Any]) -> Row:

@@ -71,6 +71,18 @@ def test_whole_graphs_have_it() -> None:
     assert stats.sparse_calls == 2 * SPARSE
 
 
+def test_several_gpus_are_refused_where_diffusers_does_not_ask() -> None:
+    """It asks where a model is given the backend by name, not in its own context."""
+    register_backend(FEW, min_tokens=100)
+    shared: Any = object()
+    q = torch.randn(1, 320, 2, 64)
+    with (
+        dispatch.attention_backend("sparge"),
+        pytest.raises(Unsupported, match=r"take sparge\.integrations\.parallel"),
+    ):
+        dispatch.dispatch_attention_fn(q, q, q, parallel_config=shared)
+
+
 def test_another_diffusers_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     native = dispatch.AttentionBackendName.NATIVE
     with monkeypatch.context() as patch:

@@ -14,13 +14,16 @@ from typing import Any
 
 from torch import Tensor
 
-from ...call_stats import CallStats, count_exact
+from ...call_stats import CallStats
 from ...errors import Unsupported
 from ...policy import SparsePolicy
 from ...sdpa import MIN_TOKENS, Substitute
 
 NAME = "sparge"
-SHARED = "several GPUs share the model's sequence: take sparge.integrations.parallel"
+SHARED = (
+    "Several GPUs share this model's sequence, which the backend 'sparge' does not serve: take "
+    "sparge.integrations.parallel.context_parallel with the backend 'native'."
+)
 NO_REGISTRY = (
     "This version of diffusers has no list of attention backends that others can add to. "
     "`with sparge.sdpa(policy):` around the pipeline needs none."
@@ -57,36 +60,30 @@ def register_backend(policy: SparsePolicy | None = None, min_tokens: int = MIN_T
         _parallel_config: Any = None,
     ) -> Tensor:
         """Attention of q, k and v (B, N, H, D)."""
-        options = {"scale": scale, "enable_gqa": enable_gqa}
-        if _parallel_config is not None:
-            count_exact(stats, SHARED)
-            options["_parallel_config"] = _parallel_config
-            return native(query, key, value, attn_mask, dropout_p, is_causal, **options)
+        if _parallel_config is not None:  # diffusers' own context does not ask who serves that
+            raise Unsupported(SHARED)
         mask = attn_mask
         if mask is not None and mask.shape == (query.shape[0], key.shape[1]):
             mask = mask[:, None, None]  # a flag for each key, as "native" takes it
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         out = serve(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa)
         if out is None:
+            options = {"scale": scale, "enable_gqa": enable_gqa}
             return native(query, key, value, attn_mask, dropout_p, is_causal, **options)
         return out.transpose(1, 2)
 
-    sparge_attention.of_sparge = True  # type: ignore[attr-defined]
-    # Under context parallelism a model would need the log-sum-exp of "native", too.
-    registry.register(_member(registry, names), supports_context_parallel=True)(sparge_attention)
+    registry.register(_member(registry, names))(sparge_attention)
     return stats
 
 
 def _registry() -> tuple[Any, Any]:
-    """The list of backends, and the enum of their names."""
+    """List of diffusers' backends, and the enum of their names."""
     try:
         dispatch: Any = importlib.import_module("diffusers.models.attention_dispatch")
         registry: Any = dispatch._AttentionBackendRegistry
         names: Any = dispatch.AttentionBackendName
-        if (
-            not issubclass(names, Enum)
-            or dispatch.AttentionBackendName.NATIVE not in registry._backends
-        ):
+        native = dispatch.AttentionBackendName.NATIVE
+        if not issubclass(names, Enum) or native not in registry._backends:
             raise Unsupported(NO_REGISTRY)
     except (ImportError, AttributeError) as error:
         raise Unsupported(NO_REGISTRY) from error
@@ -97,7 +94,7 @@ def _member(registry: Any, names: Any) -> Any:
     """Name of our backend in the enum, which has no public way to add one."""
     known = names._value2member_map_.get(NAME)
     if known is not None:
-        if not getattr(registry._backends.get(known), "of_sparge", False):
+        if getattr(registry._backends.get(known), "__module__", None) != __name__:
             raise Unsupported(f"diffusers has a backend named {NAME!r} of its own.")
         return known
     member = str.__new__(names, NAME)
