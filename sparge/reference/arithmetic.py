@@ -19,6 +19,19 @@ UINT8_MAX = 255.0
 LOG2_E = math.log2(math.e)
 
 
+def rounding_shifts(keys: int, device: torch.device) -> Tensor:
+    """(keys,) of whole blocks: what is added to integer P before it is rounded, in levels.
+
+    Of 16 keys four are shifted. So 8 of a block round up from 0.02 of a level on, 8 from 0.98 on,
+    the others from 0.5: where P spreads evenly over its logarithm, sums are right on average,
+    because the mean of log Gamma of these thresholds is log(2 pi) / 2 (`docs/experiments.md`,
+    "Rounding of integer P").
+    """
+    key = torch.arange(keys, device=device)
+    shifted = (key % 16 < 8) & (key % 2 == 1)
+    return torch.where(shifted, torch.where(key % 32 < 16, 0.48, -0.48), 0.0)
+
+
 @dataclass(frozen=True)
 class Arithmetic:
     """Formats of the two products of one element type; sums are float32 in all of them."""
@@ -82,7 +95,8 @@ class OnlineSoftmax:
         if arithmetic.integer_pv:
             most = x.amax(-1, keepdim=True)
             p = torch.exp2(x - finite(most))
-            stored = (p * arithmetic.p_peak).round() * torch.exp2(most)
+            levels = (p * arithmetic.p_peak + rounding_shifts(x.shape[-1], x.device)).round()
+            stored = levels * torch.exp2(most)
             summed = stored / arithmetic.p_peak if worth is None else p * torch.exp2(most) * worth
             return stored, summed.sum(-1, keepdim=True)
         p = torch.exp2(x)
