@@ -75,13 +75,17 @@ struct Pipeline {
     ptx::cp_async_4_if(thread_bytes() == 0, ptx::shared_address(to), from);
   }
 
+  // Numbers of the stage that is filled. NVRTC 12.8 would keep their address across the main loop, and spill it; with the filter 13.0
+  // spills where it is hidden.
+  SPARGE_DEVICE Stage& filled() const { return smem.stage[kPvFilter ? slot : static_cast<i32>(ptx::opaque(slot))]; }
+
   SPARGE_DEVICE void load_keys(i32 place) {
     if (place < 0) return;
     if (place >= kPooled) return load_pooled_keys(pool_tile(place));
     const i32 tile = first_tile() + place;
     copy_tile<kKeyTileBytes>(smem.k[slot], p.k_tiles, tile);
-    if constexpr (is_quantized(kElement)) copy_number(&smem.stage[slot].k_scale, p.k_scale + tile);
-    copy_number(&smem.stage[slot].keys, p.key_counts + tile);
+    if constexpr (is_quantized(kElement)) copy_number(&filled().k_scale, p.k_scale + tile);
+    copy_number(&filled().keys, p.key_counts + tile);
   }
   SPARGE_DEVICE void load_values(i32 place) {
     if (place < 0) return;

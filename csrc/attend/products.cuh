@@ -129,10 +129,10 @@ SPARGE_DEVICE u32 pack_probabilities(float low, float high) {
   return kElement == Element::kBf16 ? ptx::pack_bf16(low, high) : ptx::pack_fp16(low, high);
 }
 
-// What is added to P of the odd keys of an even tile of eight, in levels, before it is rounded: eight keys of a block round up from
-// 0.02 of a level on, eight from 0.98, the others from a half. So sums of many small P are right on average (docs/experiments.md,
-// "Rounding of integer P"), at an eighth of what a shift of each key would take.
-SPARGE_DEVICE constexpr float rounding_shift(int key_tile) { return key_tile % 4 ? -0.48f : 0.48f; }
+// What is added to P of a key in four before it is rounded, in levels: eight keys of a block round up from 0.02 of a level on,
+// eight from 0.98, the others from a half. So sums of many small P are right on average (docs/experiments.md, "Rounding of
+// integer P"). `sixteen`: which sixteen keys of the block; of them 8, 10, 12 and 14 are shifted.
+SPARGE_DEVICE constexpr float rounding_shift(int sixteen) { return sixteen % 2 ? -0.48f : 0.48f; }
 
 // Scores of a row tile are consumed: the accumulator fragments of QK become the A fragments of PV without a shuffle.
 SPARGE_DEVICE void pack_row_tile(Probabilities& p, const Scores& s, i32 m) {
@@ -146,8 +146,8 @@ SPARGE_DEVICE void pack_row_tile(Probabilities& p, const Scores& s, i32 m) {
         if constexpr (kIntegerValues) {
           const auto& left = s[m][4 * step + 2 * chunk];
           const auto& right = s[m][4 * step + 2 * chunk + 1];
-          const float shifted = left[2 * half + 1] + rounding_shift(4 * step + 2 * chunk);
-          fragment = ptx::pack_u8(left[2 * half], shifted, right[2 * half], right[2 * half + 1]);
+          const float shifted = right[2 * half] + rounding_shift(2 * step + chunk);
+          fragment = ptx::pack_u8(left[2 * half], left[2 * half + 1], shifted, right[2 * half + 1]);
           continue;
         }
 #if SPARGE_ARCH >= 89

@@ -28,7 +28,7 @@ def rounding_shifts(keys: int, device: torch.device) -> Tensor:
     "Rounding of integer P").
     """
     key = torch.arange(keys, device=device)
-    shifted = (key % 16 < 8) & (key % 2 == 1)
+    shifted = (key % 16 >= 8) & (key % 2 == 0)
     return torch.where(shifted, torch.where(key % 32 < 16, 0.48, -0.48), 0.0)
 
 

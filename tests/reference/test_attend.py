@@ -33,7 +33,7 @@ def test_p_is_rounded_beside_the_running_maximum(make_qkv, element: Element) -> 
         peak = ARITHMETIC[element].p_peak
         if element is Element.INT8_INT8:
             most = torch.exp2(logits.amax(-1, keepdim=True) - grown)
-            shift = torch.tensor(([0, 0.48] * 4 + [0] * 8 + [0, -0.48] * 4 + [0] * 8) * 2)
+            shift = torch.tensor(([0] * 8 + [0.48, 0] * 4 + [0] * 8 + [-0.48, 0] * 4) * 2)
             stored = (p / most * peak + shift[: p.shape[-1]]).round() / peak * most
         else:
             stored = ARITHMETIC[element].round(p.float() * peak).double() / peak
