@@ -72,16 +72,12 @@ class AttentionCall(GivenCall):
                 for name, value in self.options.items()
                 if name not in _KNOWN_OPTIONS and value is not None and value is not False
             ),
+            reference_tokens=sum(self.transformer_options.get("reference_image_num_tokens") or ()),
         )
 
     @property
     def transformer_options(self) -> Mapping[str, Any]:
         return self.options.get("transformer_options") or {}
-
-    @property
-    def reference_tokens(self) -> int:
-        """Number of image tokens that a model appends after the grid (Flux edits)."""
-        return sum(self.transformer_options.get("reference_image_num_tokens") or ())
 
     def of_tensors(self, call: Call) -> AttentionCall:
         """Same call without its mask, of other tensors (B, H, S, D) in and out."""

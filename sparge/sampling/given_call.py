@@ -33,11 +33,6 @@ class GivenCall(ABC):
         """Mask of the call where it is one row of keys for all heads and queries of a batch entry,
         else None."""
 
-    @property
-    def reference_tokens(self) -> int:
-        """Number of image tokens that a model appends after the grid."""
-        return 0
-
     @abstractmethod
     def of_tensors(self, call: Call) -> GivenCall:
         """Same call without its mask, of other tensors (B, H, S, D) in and out."""
