@@ -232,11 +232,10 @@ def make_override(hook: Hook, previous: Override | None) -> Override:
     def override(
         func: Override, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        if not is_traced_whole():
-            return attend(func, q, k, v, *args, **kwargs)
-        if previous is None:
-            return func(q, k, v, *args, **kwargs)
-        return previous(func, q, k, v, *args, **kwargs)
+        if torch.compiler.is_compiling() and is_traced_whole():
+            dense = func if previous is None else partial(previous, func)
+            return dense(q, k, v, *args, **kwargs)
+        return attend(func, q, k, v, *args, **kwargs)
 
     @untraced
     def attend(
@@ -259,7 +258,8 @@ def make_override(hook: Hook, previous: Override | None) -> Override:
         forward = (kwargs.get("transformer_options") or {}).get(FORWARD_KEY)
         if forward is None or forward.run.owner is not hook:
             return dense()  # outside a sampling run, or a node after this one took over
-        timed = previous is None and host.backend_name(func) == forward.run.backend.name
+        name = getattr(func, "__name__", "")
+        timed = previous is None and name == forward.run.backend_function
         call = AttentionCall(
             q, k, v, heads, mask, skip_reshape, skip_output_reshape, kwargs, timed
         )  # fmt: skip

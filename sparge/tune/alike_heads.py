@@ -51,7 +51,8 @@ class AlikeHeads:
         if policy.select_by != "topk" or isinstance(topk, Tensor):
             return None
         text = (policy.exact_prefix + policy.exact_suffix) / choice.tokens
-        return choice.slower_reason(density_with_exact(topk, text), pools=False)
+        is_slower = density_with_exact(topk, text) >= choice.break_even[False]
+        return choice.why_slower(pools=False) if is_slower else None
 
     def end(self) -> None:
         """Gives back what outlives the run on the devices."""

@@ -186,8 +186,8 @@ class HeadTable:
         if row >= self.rows or row in self._refusals:
             return
         least = float(self._kept_by_rank[0])  # share of pairs that is always kept
-        if slower := choice.slower_reason(least, pools=False):
-            self._refusals[row] = slower
+        if least >= choice.break_even[False]:
+            self._refusals[row] = choice.why_slower(pools=False)
             return
         self._called.add(row)
         if self._measurement is None or not self._schedule.measuring:
@@ -342,8 +342,8 @@ class HeadTable:
         head_settings = self.head_settings(row)
         if isinstance(head_settings, str):
             return head_settings
-        if slower := choice.slower_reason(self._kept[row], head_settings.pools):
-            return slower
+        if self._kept[row] >= choice.break_even[head_settings.pools]:
+            return choice.why_slower(head_settings.pools)
         self.sparse_rows.add(row)
         return head_settings
 

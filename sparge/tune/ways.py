@@ -72,19 +72,13 @@ class Choice:
     exact_seconds: float | None = None
     """Seconds of an exact one, all entries of its batch; None where nothing is known."""
     break_even: tuple[float, float] = NEVER
-    """Densities from which on sparse ones are slower: without pooled keys, and with them in all
-    heads."""
+    """Densities from which on sparse ones are slower: without pooled keys, and with them. All heads
+    count as pooled then: that is 1/64 of a dense call."""
 
-    def slower_reason(self, density: float, pools: bool) -> str | None:
-        """Why a call that keeps `density` of its pairs shall be dense, or None where it is faster,
-        or nothing is known.
-
-        The text holds nothing that differs between layers: the report counts it. pools: whether
-        there are pooled keys. All heads count as pooled then: that is 1/64 of a dense call.
-        """
+    def why_slower(self, pools: bool) -> str:
+        """Why a call is dense that would keep so many pairs that sparse is slower. The text holds
+        nothing that differs between layers: the report counts it."""
         break_even = self.break_even[pools]
-        if density < break_even:
-            return None
         if break_even < NO_DENSITY:
             return f"at {self.tokens:,} tokens sparse would be slower"
         share = f"{100 * break_even:.0f} % density"
