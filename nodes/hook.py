@@ -19,7 +19,6 @@ from ..sparge.kernels.warmup import Warmup, warm_up
 from ..sparge.sampling import NamedProfile, RunResult
 from ..sparge.tune import FAILED, Fingerprint
 from . import host, report
-from .asked_layers import asked_layers
 from .attention_call import AttentionCall
 from .forward import Forward
 from .layer_counter import COUNTER_KEY
@@ -36,6 +35,8 @@ WRAPPER_KEY = "sparge_attention"
 RUN_KEY = "sparge_run"
 FORWARD_KEY = "sparge_forward"
 OVERRIDE_KEY = "optimized_attention_override"
+#: Node id of what shows block maps.
+BLOCK_MAP = "SpargeAttentionBlockMap"
 #: Callback key of ComfyUI's own block-sparse node.
 CORE_SPARSE_KEY = "block_sparse_attention"
 
@@ -111,7 +112,7 @@ class Hook:
             profile_name=self.profile.name if self.profile else "",
             show=self.show,
             node_id=self.node_id,
-            maps_of=asked_layers(self.node_id),
+            maps_of=_asked_layers(self.node_id),
         )
         if remark:
             run.note(remark)
@@ -224,6 +225,12 @@ def hook_of(model: Any) -> Hook | None:
         if isinstance(owner, Hook):
             return owner
     return None
+
+
+def _asked_layers(node_id: str | None) -> set[int]:
+    """Layers that block map nodes of the running graph name, of the model that a node gives out."""
+    nodes = host.nodes_behind(node_id, BLOCK_MAP).values()
+    return {layer for inputs in nodes if isinstance(layer := inputs.get("layer"), int)}
 
 
 def make_override(hook: Hook, previous: Override | None) -> Override:

@@ -20,10 +20,9 @@ from ..call import element_of
 from ..common.partial import Partial
 from ..kernels import Element, capabilities
 from ..kernels.spec import measuring_element
-from ..order.facts import OrderFacts
 from ..policy import PV_FILTER_OFF, Precision
 from ..stages import ops
-from ..stages.rules import AttendRules, QuantizeRules, RouteRules, Select
+from ..stages.rules import AttendRules, OrderFacts, QuantizeRules, RouteRules, Select
 from ..stages.workspace import CallShape, WorkspaceLayout, layout_of
 from .buckets import Buckets
 from .measure import Measure, Measured, MeasuredCall, reference_measure
