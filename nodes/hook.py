@@ -13,8 +13,7 @@ import torch
 
 from ..sparge import capabilities
 from ..sparge.common.closures import leads_to
-from ..sparge.common.untraced import untraced
-from ..sparge.common.whole_graph import is_traced_whole
+from ..sparge.common.compiling import is_traced_whole, untraced
 from ..sparge.kernels.warmup import Warmup, warm_up
 from ..sparge.sampling import NamedProfile, RunResult
 from ..sparge.tune import FAILED, Fingerprint

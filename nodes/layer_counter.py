@@ -13,8 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..sparge.common.untraced import untraced
-from ..sparge.common.whole_graph import is_traced_whole
+from ..sparge.common.compiling import is_traced_whole, untraced
 from ..sparge.sampling import Layer
 from ..sparge.sampling.layout import UNNUMBERED
 from ..sparge.tune import TextPosition

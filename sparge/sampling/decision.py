@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decision on the calls of a pass that show the same facts: one pure function of those."""
+"""Attention call as a host gives it, and the decision on those of a pass that show the same facts:
+one pure function of these."""
 
 from __future__ import annotations
 
 import enum
+from abc import ABC, abstractmethod
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import cached_property
 
+from torch import Tensor
+
+from ..tune.call import Call
 from ..tune.real_tokens import MASK
 from .layout import TokenLayout
 from .settings import Settings
@@ -53,6 +59,32 @@ class CallFacts:
         fewer = self.query_tokens < self.key_tokens != layout.context
         unknown = layout.text is None and self.key_tokens >= settings.min_tokens
         return Kind.PART if fewer and unknown else Kind.CROSS
+
+
+class GivenCall(ABC):
+    """Attention call in the conventions of a host: what a pass asks of it."""
+
+    q: Tensor
+    mask: Tensor | None
+
+    @cached_property
+    @abstractmethod
+    def tensors(self) -> Call | str:
+        """Views of q, k and v that go together; or the reason why there are none, for the user."""
+
+    @cached_property
+    @abstractmethod
+    def facts(self) -> CallFacts: ...
+
+    @property
+    @abstractmethod
+    def key_mask(self) -> Tensor | None:
+        """Mask of the call where it is one row of keys for all heads and queries of a batch entry,
+        else None."""
+
+    @abstractmethod
+    def of_tensors(self, call: Call) -> GivenCall:
+        """Same call without its mask, of other tensors (B, H, S, D) in and out."""
 
 
 class Kind(enum.Enum):

@@ -15,8 +15,7 @@ from ..common.failures import MEANT_FOR_HOST
 from ..errors import KernelBuildError, Unsupported
 from ..kernels.warmup import KERNEL_DID_NOT_COMPILE
 from ..tune import FAILED, MASK, Call, DenseOnce, RealTokens, SessionPass, real_tokens
-from .decision import CROSS_ATTENTION, CallFacts, Decision, Kind
-from .given_call import GivenCall
+from .decision import CROSS_ATTENTION, CallFacts, Decision, GivenCall, Kind
 from .layout import Layer, TokenLayout
 from .run import Run
 

@@ -18,9 +18,8 @@ from .model import Model
 from .patch_mark import Patch, patch_mark
 from .probe import Probe
 from .profile import Profile
-from .profile_error import ProfileError
 from .profile_header import Table
-from .profile_path import profile_path
+from .profile_path import ProfileError, profile_path
 from .progress import Progress
 from .real_tokens import MASK, RealTokens, real_tokens
 from .records import Densities, PassRecord, RunTime, Way

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..checks.argument import whole_number
 from ..checks.validate import check_inference
-from ..common.untraced import untraced
+from ..common.compiling import untraced
 from ..errors import Unsupported
 from ..head_settings import HeadSettings
 from ..order.grid import TokenOrder
