@@ -52,8 +52,8 @@ class _Kind:
     choice: Choice
     policy: SparsePolicy
     shape: Shape
-    table: HeadTable | None
-    """Table of their heads; None where all heads are alike, or no pass has expected them yet."""
+    table: HeadTable | None = None
+    """Table of their heads; None where all heads are alike, or before it is asked for."""
     plan: Plan | str | None = None
     """Plan of calls whose heads are all alike, or the reason why they are dense."""
     calls: int = 0
@@ -209,8 +209,7 @@ class SessionPass:
             prefix, suffix = ends or ((grid.prefix, grid.suffix) if grid else (0, 0))
             policy = replace(self.policy, exact_prefix=prefix, exact_suffix=suffix)
             shape = Shape(tokens, call.head_count * ranks, grid, self.layout.rows, ranks)
-            kind = _Kind(self._choice(call), policy, shape, self.tables.get(shape))
-            self._kinds[key] = kind
+            kind = self._kinds[key] = _Kind(self._choice(call), policy, shape)
         return kind
 
     def _plan_of_alike(self, heads: AlikeHeads, kind: _Kind) -> Plan | str:
