@@ -72,16 +72,12 @@ class AttentionCall(GivenCall):
                 for name, value in self.options.items()
                 if name not in _KNOWN_OPTIONS and value is not None and value is not False
             ),
+            reference_tokens=sum(self.transformer_options.get("reference_image_num_tokens") or ()),
         )
 
     @property
     def transformer_options(self) -> Mapping[str, Any]:
         return self.options.get("transformer_options") or {}
-
-    @property
-    def reference_tokens(self) -> int:
-        """Number of image tokens that a model appends after the grid (Flux edits)."""
-        return sum(self.transformer_options.get("reference_image_num_tokens") or ())
 
     def of_tensors(self, call: Call) -> AttentionCall:
         """Same call without its mask, of other tensors (B, H, S, D) in and out."""
@@ -102,12 +98,14 @@ class AttentionCall(GivenCall):
 
     def _tokens(self, tensor: Tensor) -> int:
         """Number of tokens of `tensor`, as far as its shape tells; 0 where it does not."""
-        if not self.skip_reshape and tensor.ndim > 4:  # as ComfyUI's backends would read it
-            return tensor.numel() // max(1, tensor.shape[0] * self.q.shape[-1])
-        if not self.skip_reshape and tensor.ndim == 3 and len(tensor) != len(self.q):
-            return tensor.numel() // max(1, len(self.q) * tensor.shape[2])  # as in `_split`
-        place = 2 if self.skip_reshape else 1
-        return tensor.shape[place] if tensor.ndim > place else 0
+        shape, of_q = tensor.shape, self.q.shape
+        if self.skip_reshape:
+            return shape[2] if len(shape) > 2 else 0
+        if len(shape) > 4:  # as ComfyUI's backends would read it
+            return tensor.numel() // max(1, shape[0] * of_q[-1])
+        if len(shape) == 3 and shape[0] != of_q[0]:
+            return tensor.numel() // max(1, of_q[0] * shape[2])  # as in `_split`
+        return shape[1] if len(shape) > 1 else 0
 
 
 def _split(q: Tensor, k: Tensor, v: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor] | None:
@@ -115,13 +113,13 @@ def _split(q: Tensor, k: Tensor, v: Tensor, heads: int) -> tuple[Tensor, Tensor,
     their own; None for other shapes."""
     if q.ndim != 3 or heads < 1 or q.shape[-1] % heads or not (q.numel() and k.numel()):
         return None
-    head_dim = q.shape[-1] // heads
+    batch, head_dim = q.shape[0], q.shape[-1] // heads
     found = []
     for x in (q, k, v):
-        if x.ndim == 3 and x.shape[0] != q.shape[0] and x.numel() % (len(q) * x.shape[-1]) == 0:
-            x = x.reshape(len(q), -1, x.shape[-1])  # HyperTile cuts queries alone into tiles
+        if x.ndim == 3 and x.shape[0] != batch and x.numel() % (batch * x.shape[-1]) == 0:
+            x = x.reshape(batch, -1, x.shape[-1])  # HyperTile cuts queries alone into tiles
         if x.ndim == 3 and x.shape[-1] % head_dim == 0:
-            x = x.unflatten(-1, (-1, head_dim))
+            x = x.view(*x.shape[:2], x.shape[-1] // head_dim, head_dim)
         if x.ndim != 4:
             return None
         found.append(x.transpose(1, 2))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ..sparge.sampling.verdict import FASTER
 from ..sparge.speed import MeasuringCost, ShapeTimes, Size
-from .sparge_attention import START_OF_NEW_NODES
+from .settings import START_OF_NEW_NODES
 
 #: Densities that are timed, and the one of the first line.
 DENSITIES = (0.5, 0.3, 0.2, 0.1)

@@ -61,10 +61,10 @@ class Forward(ServedPass):
         """Result of a call, sparse when nothing speaks against it, else from dense()."""
         if self.handing_on:
             return dense()
-        facts, options = given.facts, given.transformer_options
-        kind = facts.kind(self.layout, self.run.settings)
+        decision, options = self.decision(given), given.transformer_options
+        kind = decision.kind
         if kind is Kind.SELF or (kind is Kind.PART and self.layout.text is None):
-            layer = self.layers.next(options, self._tokens(given, kind))
+            layer = self.layers.next(options, decision.tokens)
         else:  # one of several calls in a layer
             layer = self.layers.peek(options)
-        return self.serve(given, kind, layer, dense)
+        return self.serve(given, decision, layer, dense)

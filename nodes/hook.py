@@ -13,13 +13,11 @@ import torch
 
 from ..sparge import capabilities
 from ..sparge.common.closures import leads_to
-from ..sparge.common.untraced import untraced
-from ..sparge.common.whole_graph import is_traced_whole
+from ..sparge.common.compiling import is_traced_whole, untraced
 from ..sparge.kernels.warmup import Warmup, warm_up
 from ..sparge.sampling import NamedProfile, RunResult
 from ..sparge.tune import FAILED, Fingerprint
 from . import host, report
-from .asked_layers import asked_layers
 from .attention_call import AttentionCall
 from .forward import Forward
 from .layer_counter import COUNTER_KEY
@@ -36,6 +34,8 @@ WRAPPER_KEY = "sparge_attention"
 RUN_KEY = "sparge_run"
 FORWARD_KEY = "sparge_forward"
 OVERRIDE_KEY = "optimized_attention_override"
+#: Node id of what shows block maps.
+BLOCK_MAP = "SpargeAttentionBlockMap"
 #: Callback key of ComfyUI's own block-sparse node.
 CORE_SPARSE_KEY = "block_sparse_attention"
 
@@ -111,7 +111,7 @@ class Hook:
             profile_name=self.profile.name if self.profile else "",
             show=self.show,
             node_id=self.node_id,
-            maps_of=asked_layers(self.node_id),
+            maps_of=_asked_layers(self.node_id),
         )
         if remark:
             run.note(remark)
@@ -226,17 +226,22 @@ def hook_of(model: Any) -> Hook | None:
     return None
 
 
+def _asked_layers(node_id: str | None) -> set[int]:
+    """Layers that block map nodes of the running graph name, of the model that a node gives out."""
+    nodes = host.nodes_behind(node_id, BLOCK_MAP).values()
+    return {layer for inputs in nodes if isinstance(layer := inputs.get("layer"), int)}
+
+
 def make_override(hook: Hook, previous: Override | None) -> Override:
     """Makes the function that ComfyUI calls in place of its attention backend ``func``."""
 
     def override(
         func: Override, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        if not is_traced_whole():
-            return attend(func, q, k, v, *args, **kwargs)
-        if previous is None:
-            return func(q, k, v, *args, **kwargs)
-        return previous(func, q, k, v, *args, **kwargs)
+        if torch.compiler.is_compiling() and is_traced_whole():
+            dense = func if previous is None else partial(previous, func)
+            return dense(q, k, v, *args, **kwargs)
+        return attend(func, q, k, v, *args, **kwargs)
 
     @untraced
     def attend(
@@ -259,7 +264,8 @@ def make_override(hook: Hook, previous: Override | None) -> Override:
         forward = (kwargs.get("transformer_options") or {}).get(FORWARD_KEY)
         if forward is None or forward.run.owner is not hook:
             return dense()  # outside a sampling run, or a node after this one took over
-        timed = previous is None and host.backend_name(func) == forward.run.backend.name
+        name = getattr(func, "__name__", "")
+        timed = previous is None and name == forward.run.backend_function
         call = AttentionCall(
             q, k, v, heads, mask, skip_reshape, skip_output_reshape, kwargs, timed
         )  # fmt: skip

@@ -142,11 +142,15 @@ def untracked_allocations() -> AbstractContextManager[None]:
     return getattr(prefetch, "pause_malloc_graph", nullcontext)()
 
 
-def exact_backend() -> Backend:
+def exact_attention() -> Callable[..., torch.Tensor]:
     """ComfyUI's own function for exact attention, as its start options chose it."""
     import comfy.ldm.modules.attention as attention
 
-    chosen: Callable[..., torch.Tensor] = attention.optimized_attention
+    return attention.optimized_attention
+
+
+def exact_backend() -> Backend:
+    chosen = exact_attention()
     return Backend(
         backend_name(chosen), lambda q, k, v: chosen(q, k, v, q.shape[1], skip_reshape=True)
     )

@@ -10,11 +10,10 @@ sound; without sound it does nothing). Both say so in the options of a pass.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-from ..sparge.common.untraced import untraced
-from ..sparge.common.whole_graph import is_traced_whole
+from ..sparge.common.compiling import is_traced_whole, untraced
 from ..sparge.sampling import Layer
 from ..sparge.sampling.layout import UNNUMBERED
 from ..sparge.tune import TextPosition
@@ -40,29 +39,39 @@ class LayerCounter:
 
     def next(self, options: Mapping[str, Any], tokens: int) -> Layer:
         """Layer of a self-attention call over so many tokens, which is counted."""
-        published = self.layout.counts.published(options) is not None
-        if not published and self._refiners < self.layout.refiners:
+        published = self._published(options)
+        if published is None and self._refiners < self.layout.refiners:
             return self._refiner()
-        again = not published and self.calls > 0 and self._is_without_text(tokens)
-        if not again and not self._counts(tokens, published):
+        again = published is None and self.calls > 0 and self._is_without_text(tokens)
+        if not again and not self._counts(tokens, published is not None):
             return self.peek(options)
         if not again:
-            while self.calls in self._left_out(options):
+            left_out = self._left_out(options)
+            while self.calls in left_out:
                 self.calls += 1
             self.calls += 1
-        layer = self._layer(options, self.calls - 1)
-        self._of_layer[layer.number] = self._of_layer.get(layer.number, 0) + 1
-        return layer
+        number = self.calls - 1 if published is None else published
+        earlier = self._of_layer.get(number, 0)
+        self._of_layer[number] = earlier + 1
+        return Layer(number, self.layout.row(number, earlier))
 
     def peek(self, options: Mapping[str, Any]) -> Layer:
         """Layer of a call that is not to be counted: the layer's own came before, if any did."""
-        running = self._layer(options, self.calls - 1 if self._of_layer else self.calls)
-        return replace(running, beside=self.layout.counts.published(options) is None)
-
-    def _layer(self, options: Mapping[str, Any], counted: int) -> Layer:
-        published = self.layout.counts.published(options)
+        published = self._published(options)
+        counted = self.calls - 1 if self._of_layer else self.calls
         number = counted if published is None else published
-        return Layer(number, self.layout.row(number, self._of_layer.get(number, 0)))
+        row = self.layout.row(number, self._of_layer.get(number, 0))
+        return Layer(number, row, beside=published is None)
+
+    def _published(self, options: Mapping[str, Any]) -> int | None:
+        """Number of the running layer, where ComfyUI says it in transformer_options."""
+        index, place = options.get("block_index"), options.get("block")
+        counts = self.layout.counts
+        if isinstance(place, tuple):  # U-Net blocks, whose index starts again in each module
+            return counts.places.get((*place[:2], index or 0))
+        if not isinstance(index, int):
+            return None
+        return index + (counts.double if options.get("block_type") == "single" else 0)
 
     def _refiner(self) -> Layer:
         self._refiners += 1

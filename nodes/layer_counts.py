@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers of a model's layers, and the one that ComfyUI says a call is of."""
+"""Numbers of a model's layers."""
 
 from __future__ import annotations
 
@@ -71,15 +71,6 @@ class LayerCounts:
             len(getattr(model, "double_blocks", ())),
             refiners if lengths else 0,
         )
-
-    def published(self, options: Mapping[str, Any]) -> int | None:
-        """Number of the running layer, where ComfyUI says it in transformer_options."""
-        index, place = options.get("block_index"), options.get("block")
-        if isinstance(place, tuple):  # U-Net blocks, whose index starts again in each module
-            return self.places.get((*place[:2], index or 0))
-        if not isinstance(index, int):
-            return None
-        return index + (self.double if options.get("block_type") == "single" else 0)
 
 
 def _places(model: Any) -> Iterator[Place]:

@@ -11,7 +11,7 @@ import torch
 
 from ..sparge import sampling
 from ..sparge.tune import Conditioning, Profile, Progress, SigmaWindow
-from .host import exact_backend, untracked_allocations
+from .host import exact_attention, exact_backend, untracked_allocations
 from .layer_counter import ReplacedBlocks
 from .live_map import LiveMap
 from .settings import Settings
@@ -56,6 +56,8 @@ class Run(sampling.Run):
             maps_of=maps_of,
         )
         self.owner = owner
+        self.backend_function: str = exact_attention().__name__
+        """Name of the function that the run's speed table is of."""
         self.replaced_blocks = ReplacedBlocks()
         falls = settings.aim is not None and settings.aim.falls
         self.needs_level = falls or not self.window.is_everything

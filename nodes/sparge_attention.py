@@ -11,14 +11,10 @@ from ..sparge.sampling import AUTO_BUDGET, AUTO_QUALITY, MANUAL, QUALITIES, Name
 from ..sparge.tune import LayerSpans
 from .hook import Hook
 from .host import inference_device
-from .settings import Settings
+from .settings import START_OF_NEW_NODES, Settings
 from .sparge_profile_load import ProfileSocket
 
 DEFAULT = Settings()
-
-#: Not the default of Settings, which an API graph gets: for the same time fewer dense steps and a
-#: higher density are truer (docs/experiments.md, Dense steps for the same time).
-START_OF_NEW_NODES = 0.1
 
 
 class SpargeAttention(io.ComfyNode):

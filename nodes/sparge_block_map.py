@@ -9,8 +9,7 @@ import torch
 from comfy_api.latest import io
 
 from ..sparge.sampling import RunResult
-from .asked_layers import BLOCK_MAP
-from .hook import hook_of
+from .hook import BLOCK_MAP, hook_of
 from .sparge_report import NO_NODE, NO_RUN
 
 #: Most that the widgets take; no model has as many.
@@ -19,7 +18,7 @@ MOST = 1000
 
 class SpargeAttentionBlockMap(io.ComfyNode):
     """Finds the run as the report does. The run keeps the map of a layer because it finds this node
-    in the graph where it starts (`asked_layers`)."""
+    in the graph where it starts."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:

@@ -19,9 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from ..sparge import TokenGrid, capabilities
+from ..sparge.common.compiling import is_traced_whole, untraced
 from ..sparge.common.failures import Failures
-from ..sparge.common.untraced import untraced
-from ..sparge.common.whole_graph import is_traced_whole
 from ..sparge.integrations.diffusers.forward import Forward
 from ..sparge.kernels.warmup import warm_up
 from ..sparge.sampling import Run, TokenLayout

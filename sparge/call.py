@@ -174,8 +174,10 @@ def make_call(
     check_inference(q, k, *(tensor for tensor in optional if tensor is not None))
     is_causal = flag("is_causal", is_causal)
     n_queries, n_keys = q.shape[2], k.shape[2]
-    bottom_right = ends_with_the_keys(is_causal, causal, n_queries, n_keys)
-    is_causal = is_causal or causal is not None
+    bottom_right = False
+    if is_causal or causal is not None:
+        bottom_right = ends_with_the_keys(is_causal, causal, n_queries, n_keys)
+        is_causal = True
     replaces_routing = plan is not None or block_mask is not None
     _check_order_and_settings(q, k, policy, is_causal, replaces_routing, order, head_settings)
     if order is not None and key_lengths is not None and not order.segments:

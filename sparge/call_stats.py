@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from .common.graph_constant import constant_in_graphs
+from .common.compiling import constant_in_graphs
 from .stats import AttentionStats, Counter
 
 NO_CALLS = (

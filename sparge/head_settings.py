@@ -148,7 +148,7 @@ class HeadSettings:
             self._forget_tables()
         elif len(self._tables) >= KEPT_TABLES and key in self._tables:
             self._tables.move_to_end(key)
-        if hold or being_recorded(self.device):
+        if key not in self._held and (hold or being_recorded(self.device)):
             self._held.add(key)
         return table
 

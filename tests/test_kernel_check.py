@@ -14,7 +14,7 @@ import sparge
 from sparge import KernelBuildError, Precision, SparsePolicy
 from sparge.kernels import Element, KernelSpec, device, loader
 from sparge.kernels.spec import HOPPER_ATTEND, HOPPER_ATTEND_16, HOPPER_ENTRIES
-from sparge.stages import kernel_check
+from sparge.stages import pipeline
 from sparge.stages.workspace import CallShape
 
 FP16, E4M3 = int(Element.INT8_FP16), int(Element.INT8_E4M3)
@@ -62,11 +62,10 @@ class Gpu:
 def gpu(monkeypatch: pytest.MonkeyPatch, fresh_targets) -> Gpu:
     gpu = Gpu()
     fresh_targets()
-    monkeypatch.setattr(kernel_check, "_built", set())
+    monkeypatch.setattr(pipeline, "_built", set())
     monkeypatch.setattr(device, "_ask_cuda", lambda _: device.arch_for((9, 0), "NVIDIA H200"))
     monkeypatch.setattr(loader, "_kernels", {})
     monkeypatch.setattr(loader, "_load", gpu.load)
-    pipeline = importlib.import_module("sparge.stages.pipeline")
     monkeypatch.setattr(pipeline, "ops", gpu.ops())
     for module in (pipeline, importlib.import_module("sparge.call"), loader, device):
         monkeypatch.setattr(module, "capabilities", lambda _: device._learn(0))
@@ -85,7 +84,7 @@ def test_a_call_falls_back_before_it_launches_and_once(gpu, make_qkv, monkeypatc
     assert on_target == sorted([attend, "means", "quantize", "route"])
     assert len(caplog.records) == bool(missing) and ("not today" in caplog.text) == bool(missing)
     loads = len(gpu.loaded)
-    monkeypatch.setattr(kernel_check, "warm", None)  # what was built is looked up
+    monkeypatch.setattr(pipeline, "warm", None)  # what was built is looked up
     sparge.attention(*make_qkv(heads=3, tokens=300))
     sparge.attention_partials(*make_qkv())
     assert len(gpu.loaded) == loads and {element for _, element in gpu.launched} == {element}

@@ -93,7 +93,7 @@ def test_nodes_reach_the_library_by_relative_import_and_nothing_imports_tools() 
 BESIDE_KERNELS = (
     "sparge.kernels.",
     "sparge.errors.",
-    "sparge.common.graph_constant.",
+    "sparge.common.compiling.",
     "sparge.common.whole_file.",
 )
 

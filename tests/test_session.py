@@ -14,7 +14,18 @@ from torch.nn.functional import scaled_dot_product_attention
 from sparge import TokenGrid, Unsupported
 from sparge.common.metrics import rel_l2
 from sparge.speed.measuring_cost import UNLIMITED, Afforded
-from sparge.tune import MEASURING, Aim, Fingerprint, Model, Probe, Session, Ways
+from sparge.tune import (
+    MEASURING,
+    Aim,
+    Call,
+    DenseOnce,
+    Fingerprint,
+    Model,
+    Plan,
+    Probe,
+    Session,
+    Ways,
+)
 from sparge.tune.ways import RunLength
 
 GRID = TokenGrid(4, 12, 14, prefix=8)  # 680 tokens: 6 query blocks, 11 key blocks
@@ -28,7 +39,9 @@ ONE_LAYER = Model(1, GRID, HEADS)
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def session_of(aim: Aim = BUDGET, steps: int = STEPS, dense_steps: int = DENSE, **named) -> Session:
+def session_of(
+    aim: Aim | None = BUDGET, steps: int = STEPS, dense_steps: int = DENSE, **named
+) -> Session:
     return Session(aim, steps=steps, dense_steps=dense_steps, even_if_slower=True, **named)
 
 
@@ -230,6 +243,22 @@ def test_layers_shapes_and_layouts_are_checked(qkv) -> None:
     ):  # fmt: skip
         with pytest.raises(ValueError, match=named):
             running.attend(layer, *given, layout=layout)
+
+
+@pytest.mark.parametrize("aim", [None, BUDGET], ids=["manual", "auto"])
+def test_calls_of_one_size_may_have_other_exact_ends(qkv, aim: Aim | None) -> None:
+    session = session_of(aim)
+    for step in range(DENSE + 1):
+        running = session.begin_step(step, ONE_LAYER, "cpu")
+        if step < DENSE:
+            running.attend(0, *qkv)
+            running.end()
+    call = Call(*qkv)
+    for ends in (None, (0, 0), (0, 16), None):
+        plan = running.plan(call, 0, DenseOnce(call.exact), ends)
+        assert isinstance(plan, Plan)
+        found = plan.policy.exact_prefix, plan.policy.exact_suffix
+        assert found == (ends or (GRID.prefix, GRID.suffix))
 
 
 def test_a_profile_serves_its_own_aim_alone(qkv) -> None:

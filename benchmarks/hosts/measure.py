@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparge.common import whole_graph
+from sparge.common import compiling
 from sparge.common.metrics import rel_l1
 
 from .case import Case, Subject
@@ -74,7 +74,7 @@ def used(case: Case, host: Host, topk: float) -> tuple[list[Tensor], Counts]:
     """Outputs of the case in the host, and what that counted."""
     if case.compiled or case.fullgraph:
         torch._dynamo.reset()
-        whole_graph._traced.clear()
+        compiling._traced.clear()
     subject = case.prepared()
     with host.opened(subject, topk) as counted:
         found = outputs(subject)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..common.whole_graph import is_traced_whole
+from ..common.compiling import is_traced_whole
 
 
 class StandIn:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..common.graph_constant import constant_in_graphs
+from ..common.compiling import constant_in_graphs
 from .spec import HEAD_DIMS, Element, variants
 
 

@@ -2,8 +2,7 @@
 """A sampling run as any host drives it: settings, tokens of a pass, what becomes of each attention
 call, and what is told when the run is over."""
 
-from .decision import CallFacts, Kind
-from .given_call import GivenCall
+from .decision import CallFacts, GivenCall, Kind
 from .layout import Layer, TokenLayout
 from .named_profile import NamedProfile, save_profile
 from .result import RunResult

@@ -1,17 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decision between sparse and dense: one pure function from facts about a call to a reason."""
+"""Attention call as a host gives it, and the decision on those of a pass that show the same facts:
+one pure function of these."""
 
 from __future__ import annotations
 
 import enum
+from abc import ABC, abstractmethod
+from collections.abc import Collection
 from dataclasses import dataclass
+from functools import cached_property
 
+from torch import Tensor
+
+from ..tune.call import Call
 from ..tune.real_tokens import MASK
 from .layout import TokenLayout
 from .settings import Settings
 
 CROSS_ATTENTION = "cross-attention"
 FRAME_BY_FRAME = "the model attends frame by frame, which only mode manual serves"
+#: Remark on sparse calls of a known model whose tokens are not those of its clip.
+UNKNOWN_TOKENS = (
+    "some calls have other tokens than the clip and its text (an image of another size?): those "
+    "stay in the order they come, which errs more"
+)
+#: Remark on such calls of a model that several GPUs share.
+TEXT_NOT_EXACT = "several GPUs share the model, and text was not exact: nobody says where it stands"
+#: Remark on sparse calls of some of the queries.
+PART_AS_IT_COMES = "the model attends frame by frame: those calls keep their tokens as they come"
 FEWER_QUERIES = "fewer queries than keys, which only mode manual serves"
 
 
@@ -26,6 +42,8 @@ class CallFacts:
     """Whether its mask may be padding: a row of keys for each batch entry."""
     refuses_low_precision: bool = False
     unknown_options: tuple[str, ...] = ()
+    reference_tokens: int = 0
+    """Image tokens that a model appends after the grid (Flux edits)."""
 
     def kind(self, layout: TokenLayout, settings: Settings) -> Kind:
         """Kind of this call. For models without a row it follows from lengths alone: text is as
@@ -43,6 +61,32 @@ class CallFacts:
         return Kind.PART if fewer and unknown else Kind.CROSS
 
 
+class GivenCall(ABC):
+    """Attention call in the conventions of a host: what a pass asks of it."""
+
+    q: Tensor
+    mask: Tensor | None
+
+    @cached_property
+    @abstractmethod
+    def tensors(self) -> Call | str:
+        """Views of q, k and v that go together; or the reason why there are none, for the user."""
+
+    @cached_property
+    @abstractmethod
+    def facts(self) -> CallFacts: ...
+
+    @property
+    @abstractmethod
+    def key_mask(self) -> Tensor | None:
+        """Mask of the call where it is one row of keys for all heads and queries of a batch entry,
+        else None."""
+
+    @abstractmethod
+    def of_tensors(self, call: Call) -> GivenCall:
+        """Same call without its mask, of other tensors (B, H, S, D) in and out."""
+
+
 class Kind(enum.Enum):
     """Kinds of attention calls: what attends to what."""
 
@@ -52,24 +96,46 @@ class Kind(enum.Enum):
     CROSS = enum.auto()
 
 
-def dense_reason(
-    call: CallFacts, layer: int, run_reason: str | None, layout: TokenLayout, settings: Settings
-) -> str | None:
-    """Reason why this call stays dense, or None for a sparse one.
+@dataclass(frozen=True)
+class Decision:
+    """What becomes of calls, whatever their layer and their heads are like."""
 
-    layer: number of the running layer. run_reason: holds for every call of the forward pass (the
-    device cannot, or the step is outside the window).
-    """
-    reason = exact_reason(call, layout, settings) or run_reason
-    if reason is None and settings.dense_layers.contains(layer, layout.blocks):
-        return "listed in dense_blocks"
-    return reason
+    kind: Kind
+    why_exact: str | None
+    """Why they are exact in every step; None where they may be sparse."""
+    tokens: int
+    """Tokens of the sequence that they are of."""
+    is_of_clip: bool
+    """Whether they are of the clip's self-attention or, as some models have it, a part of it: never
+    of text or sound alone, nor such that the clip looks at those."""
+    ends: tuple[int, int]
+    """Tokens at either end that stay exact in sparse ones."""
+    remarks: tuple[str, ...]
+    """On sparse ones, for the user."""
+
+    @classmethod
+    def of(
+        cls, call: CallFacts, layout: TokenLayout, settings: Settings, beside: Collection[int] = ()
+    ) -> Decision:
+        """beside: numbers of tokens of what is sampled beside the clip (sound), alone."""
+        kind, tokens = call.kind(layout, settings), call.query_tokens
+        sequence = tokens
+        if kind is Kind.PART:
+            sequence = min(call.key_tokens, layout.grid_tokens or call.key_tokens)
+        alone = tokens in beside and tokens != layout.grid_tokens
+        whole = call.key_tokens >= layout.grid_tokens or kind is Kind.SELF
+        return cls(
+            kind,
+            _why_exact(kind, call, layout, settings),
+            sequence,
+            tokens >= layout.frame_tokens and not alone and whole,
+            *_ends_and_remarks(kind, call, layout),
+        )
 
 
-def exact_reason(call: CallFacts, layout: TokenLayout, settings: Settings) -> str | None:
-    """Reason why this call is exact in every step, or None. What the arithmetic cannot serve
+def _why_exact(kind: Kind, call: CallFacts, layout: TokenLayout, settings: Settings) -> str | None:
+    """Reason why a call is exact in every step, or None. What the arithmetic cannot serve
     (head_dim, strides, gradients) the library refuses itself, with a reason."""
-    kind = call.kind(layout, settings)
     if kind is Kind.CROSS:
         return CROSS_ATTENTION
     if call.has_mask and not (kind is Kind.SELF and call.masks_keys):
@@ -85,3 +151,17 @@ def exact_reason(call: CallFacts, layout: TokenLayout, settings: Settings) -> st
     if call.query_tokens < layout.frame_tokens:
         return "fewer tokens than a frame has"  # text or sound alone; text stays exact
     return None
+
+
+def _ends_and_remarks(
+    kind: Kind, call: CallFacts, layout: TokenLayout
+) -> tuple[tuple[int, int], tuple[str, ...]]:
+    known = (layout.remark,) if layout.remark else ()
+    if kind is not Kind.SELF:
+        return (0, 0), known or (PART_AS_IT_COMES,)
+    ends = layout.exact_tokens(call.query_tokens, call.reference_tokens)
+    if layout.sequence(call.query_tokens) is not None:
+        return ends, known
+    if any(ends) and not layout.shared.alone:
+        return (0, 0), (TEXT_NOT_EXACT, *(known or (UNKNOWN_TOKENS,)))
+    return ends, known or (UNKNOWN_TOKENS,)

@@ -15,29 +15,18 @@ from ..common.failures import MEANT_FOR_HOST
 from ..errors import KernelBuildError, Unsupported
 from ..kernels.warmup import KERNEL_DID_NOT_COMPILE
 from ..tune import FAILED, MASK, Call, DenseOnce, RealTokens, SessionPass, real_tokens
-from .decision import CROSS_ATTENTION, Kind, dense_reason, exact_reason
-from .given_call import GivenCall
+from .decision import CROSS_ATTENTION, CallFacts, Decision, GivenCall, Kind
 from .layout import Layer, TokenLayout
 from .run import Run
 
 logger = logging.getLogger("sparge")
-
-#: Remark on sparse calls of a known model whose tokens are not those of its clip.
-UNKNOWN_TOKENS = (
-    "some calls have other tokens than the clip and its text (an image of another size?): those "
-    "stay in the order they come, which errs more"
-)
-#: Remark on such calls of a model that several GPUs share.
-TEXT_NOT_EXACT = "several GPUs share the model, and text was not exact: nobody says where it stands"
-#: Remark on sparse calls of some of the queries.
-FRAME_BY_FRAME = "the model attends frame by frame: those calls keep their tokens as they come"
 
 Dense = Callable[[], Tensor]
 
 
 @dataclass(kw_only=True)
 class ServedPass:
-    """One forward pass; its host finds the kind and the layer of each call."""
+    """One forward pass; its host finds the layer of each call."""
 
     run: Run
     layout: TokenLayout
@@ -46,38 +35,44 @@ class ServedPass:
     """Reason why no call on this device can be sparse."""
     beside: frozenset[int] = frozenset()
     """Numbers of tokens of what is sampled beside the clip (sound), alone."""
-    _handing_on: bool = field(default=False, repr=False)
+    handing_on: bool = field(default=False, init=False, repr=False)
+    """Whether the host's dense path is running, whose own calls go straight on."""
+    _decisions: dict[CallFacts, Decision] = field(default_factory=dict, init=False, repr=False)
     _real: dict[int, tuple[Tensor, RealTokens | str | None]] = field(
-        default_factory=dict, repr=False
+        default_factory=dict, init=False, repr=False
     )
     """Real tokens by the id of a mask, with the mask itself: what has an id must live."""
 
-    @property
-    def _may_be_sparse(self) -> bool:
-        return self.unusable is None and self.begun.facts.why_dense is None
+    def __post_init__(self) -> None:
+        settings = self.run.settings
+        self._dense_layers = settings.dense_layers.of_total(self.layout.blocks)
+        # With an aim a call of a dense pass may be measured.
+        self._why_dense_pass = self.begun.facts.why_dense if settings.aim is None else None
+        self._filter_left_out = self.run.asked.pv_filter and not self.begun.policy.pv_filter
 
     def end(self) -> None:
         """Ends the pass for the host, which has queued it; the GPU may still be computing it."""
-        self.run.tally.end_forward(self._may_be_sparse or self.unusable is not None)
+        may_be_sparse = self.unusable is None and self.begun.facts.why_dense is None
+        self.run.tally.end_forward(may_be_sparse or self.unusable is not None)
         self.begun.end()
 
-    @property
-    def handing_on(self) -> bool:
-        """Whether the host's dense path is running, whose own calls go straight on."""
-        return self._handing_on
+    def decision(self, given: GivenCall) -> Decision:
+        """Decision on a call, made for the first of those that show the same."""
+        found = self._decisions.get(given.facts)
+        if found is None:
+            found = Decision.of(given.facts, self.layout, self.run.settings, self.beside)
+            self._decisions[given.facts] = found
+        return found
 
-    def serve(self, given: GivenCall, kind: Kind, layer: Layer, dense: Dense) -> Tensor:
+    def serve(self, given: GivenCall, decision: Decision, layer: Layer, dense: Dense) -> Tensor:
         """Result of a call, sparse when nothing speaks against it, else from dense()."""
-        if self._is_of_clip(given, kind):
-            self.run.tally.reach()
-        real = self._real_tokens(given, kind, layer)
+        self.run.tally.reached |= decision.is_of_clip
+        real = None if given.mask is None else self._real_tokens(given, decision, layer)
         if not isinstance(real, RealTokens):
-            return self._serve(given, kind, layer, dense, why=real)
-        return self._among_real(real, given, kind, layer, dense)
+            return self._serve(given, decision, layer, dense, why=real)
+        return self._among_real(real, given, layer, dense)
 
-    def _among_real(
-        self, real: RealTokens, given: GivenCall, kind: Kind, layer: Layer, dense: Dense
-    ) -> Tensor:
+    def _among_real(self, real: RealTokens, given: GivenCall, layer: Layer, dense: Dense) -> Tensor:
         """Result of a call with padding."""
         call, outs = given.tensors, []
         assert isinstance(call, Call)
@@ -87,13 +82,14 @@ class ServedPass:
             return real.rows(call, outs[0])
 
         inner = real.call(call)
-        out = self._serve(given.of_tensors(inner), kind, layer, of_real_ones, padded=True)
+        given = given.of_tensors(inner)
+        out = self._serve(given, self.decision(given), layer, of_real_ones, padded=True)
         return outs[0] if outs else real.whole(call, inner, out)
 
     def _serve(
         self,
         given: GivenCall,
-        kind: Kind,
+        decision: Decision,
         layer: Layer,
         dense: Dense,
         why: str | None = None,
@@ -102,10 +98,12 @@ class ServedPass:
         """Computes a call. why: reason to be dense, beside what is looked at here. padded: dense()
         computes more than the call's tokens, so its time says nothing of them."""
         # Measuring takes the dense result, too.
-        timed = kind is Kind.SELF and not padded
-        once = DenseOnce(partial(self._exact, given, timed, dense), partial(self._eight_bit, given))
+        timed = decision.kind is Kind.SELF and not padded
+        once = DenseOnce(
+            partial(self._exact, given, timed, dense), partial(self._eight_bit, given, decision)
+        )
         try:
-            out = why or self._sparse(given, kind, layer, once)
+            out = why or self._sparse(given, decision, layer, once)
             if not isinstance(out, str):
                 return out
             reason = out
@@ -122,85 +120,61 @@ class ServedPass:
                 raise
             self.run.failures.tell("a call was computed dense", error)
             reason = FAILED
-        if kind is not Kind.CROSS and not layer.beside:
+        if decision.kind is not Kind.CROSS and not layer.beside:
             self.begun.record.dense.add(layer.row)
         result = once.result()
         if reason != CROSS_ATTENTION:
-            self.run.tally.add_dense(reason, self._tokens(given, kind), once.by_eight_bit)
+            self.run.tally.add_dense(reason, decision.tokens, once.by_eight_bit)
         else:
             self.run.tally.add_cross()
         return result
 
-    def _eight_bit(self, given: GivenCall) -> Tensor | None:
+    def _eight_bit(self, given: GivenCall, decision: Decision) -> Tensor | None:
         """Result by 8-bit dense attention; None where the call has to be exact."""
-        if self.unusable is not None or given.mask is not None:
-            return None
-        if exact_reason(given.facts, self.layout, self.run.settings) is not None:
+        exact = self.unusable or decision.why_exact
+        if exact is not None or given.mask is not None or not isinstance(given.tensors, Call):
             return None
         with self.run.failures.caught("a dense call was computed exact"):
-            return self.begun.eight_bit(given.tensors) if isinstance(given.tensors, Call) else None
+            return self.begun.eight_bit(given.tensors)
         return None
 
-    def _sparse(self, given: GivenCall, kind: Kind, layer: Layer, dense: DenseOnce) -> Tensor | str:
+    def _sparse(
+        self, given: GivenCall, decision: Decision, layer: Layer, dense: DenseOnce
+    ) -> Tensor | str:
         """Sparse result of a call, or the reason why it is dense."""
-        reason = self._why_dense(given, layer)
+        reason = self._why_dense(given, decision, layer)
         if reason is not None:
             return reason
         assert isinstance(given.tensors, Call)
-        whole, tokens = kind is Kind.SELF, given.facts.query_tokens
-        ends = self.layout.exact_tokens(tokens, given.reference_tokens) if whole else (0, 0)
-        if any(ends) and not self.layout.shared.alone and self.layout.sequence(tokens) is None:
-            self.run.note(TEXT_NOT_EXACT)
-            ends = (0, 0)
-        out = self.begun.sparse(given.tensors, layer.row, dense, ends)
+        out = self.begun.sparse(given.tensors, layer.row, dense, decision.ends)
         if isinstance(out, str):
             return out
-        if self.layout.remark:
-            self.run.note(self.layout.remark)
-        elif not whole:
-            self.run.note(FRAME_BY_FRAME)
-        elif self.layout.sequence(tokens) is None:
-            self.run.note(UNKNOWN_TOKENS)
-        left_out = self.run.asked.pv_filter and not self.begun.policy.pv_filter
-        self.run.tally.add_sparse(self._tokens(given, kind), left_out)
+        for remark in decision.remarks:
+            self.run.note(remark)
+        self.run.tally.add_sparse(decision.tokens, self._filter_left_out)
         return out
 
-    def _why_dense(self, given: GivenCall, layer: Layer) -> str | None:
+    def _why_dense(self, given: GivenCall, decision: Decision, layer: Layer) -> str | None:
         """Reason why a call is dense whatever its heads are like, or None."""
-        settings, reason = self.run.settings, self.unusable
-        if reason is None and given.q.device != self.begun.device:
-            reason = f"tensors on {given.q.device} in a forward pass on {self.begun.device}"
-        if reason is None and settings.aim is None:  # else a dense call is measured in that step
-            reason = self.begun.facts.why_dense
-        reason = dense_reason(given.facts, layer.number, reason, self.layout, settings)
+        reason, device = decision.why_exact or self.unusable, self.begun.device
+        if reason is None and given.q.device != device:
+            reason = f"tensors on {given.q.device} in a forward pass on {device}"
+        reason = reason or self._why_dense_pass
+        if reason is None and any(layer.number in span for span in self._dense_layers):
+            reason = "listed in dense_blocks"
         return reason or (given.tensors if isinstance(given.tensors, str) else None)
 
-    def _tokens(self, given: GivenCall, kind: Kind) -> int:
-        """Number of tokens of the sequence that a call is of."""
-        facts = given.facts
-        if kind is not Kind.PART:
-            return facts.query_tokens
-        return min(facts.key_tokens, self.layout.grid_tokens or facts.key_tokens)
-
-    def _is_of_clip(self, given: GivenCall, kind: Kind) -> bool:
-        """Whether a call is of the clip's self-attention or, as some models have it, a part of it:
-        never one of text or sound alone, nor one in which the clip looks at those."""
-        tokens, keys = given.facts.query_tokens, given.facts.key_tokens
-        if tokens < self.layout.frame_tokens:
-            return False
-        if tokens in self.beside and tokens != self.layout.grid_tokens:
-            return False
-        return keys >= self.layout.grid_tokens or kind is Kind.SELF
-
-    def _real_tokens(self, given: GivenCall, kind: Kind, layer: Layer) -> RealTokens | str | None:
-        """Real tokens of a call whose mask may be padding; None without one, or for a reason that
+    def _real_tokens(
+        self, given: GivenCall, decision: Decision, layer: Layer
+    ) -> RealTokens | str | None:
+        """Real tokens of a call whose mask may be padding; None for others, or for a reason that
         needs no look at it. Waits once a mask, where a pass may be sparse or measured."""
         mask, row, of_pass = given.mask, given.key_mask, self.begun.facts
-        if mask is None or row is None or kind is not Kind.SELF:
+        if mask is None or row is None or decision.kind is not Kind.SELF:
             return None
         if not self.layout.shared.alone:
             return MASK  # real tokens are not the first of those that were dealt
-        if self._why_dense(given, layer) is not None:
+        if self._why_dense(given, decision, layer) is not None:
             return None
         if of_pass.why_dense is not None and not of_pass.is_last_dense:
             return of_pass.why_dense
@@ -216,8 +190,8 @@ class ServedPass:
 
     def _hand_on(self, dense: Dense) -> Tensor:
         """Runs the dense path. Should it lead back here, that inner call goes straight on."""
-        self._handing_on = True
+        self.handing_on = True
         try:
             return dense()
         finally:
-            self._handing_on = False
+            self.handing_on = False

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import textwrap
 
-from ..common.whole_graph import has_been_traced
+from ..common.compiling import has_been_traced
 from .result import RunResult
 from .words import Why
 

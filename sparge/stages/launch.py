@@ -22,13 +22,12 @@ from ..kernels.params import (
     TensorView,
 )
 from ..kernels.spec import ARCHS, HOPPER_ENTRIES, attend_path
-from ..order.facts import NO_ORDER, OrderFacts
 from ..stats import Counter
 from .key_mean import mean_stride
 from .quantize_grid import QuantizeGrid
 from .recorded import Launch, note
 from .route_shared import RouteShared
-from .rules import AttendRules, QuantizeRules, RouteRules
+from .rules import NO_ORDER, AttendRules, OrderFacts, QuantizeRules, RouteRules
 from .workspace import CallShape, layout_of
 
 _DTYPE_IDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from ..kernels import Element
-from ..order.facts import OrderFacts
 from . import launch
 from . import score as launch_score
-from .rules import FLAT_SCHEMA, AttendRules, QuantizeRules, RouteRules
+from .rules import FLAT_SCHEMA, AttendRules, OrderFacts, QuantizeRules, RouteRules
 from .workspace import CallShape, WorkspaceLayout
 
 #: Namespace of the ops: "sparge" for the installed library; ComfyUI names a pack after its path,

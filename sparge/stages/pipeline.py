@@ -4,25 +4,28 @@ memory is short."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterable
+
 import torch
 from torch import Tensor
 
 from ..blocks import ALL_BLOCKS
 from ..call import CheckedCall
 from ..errors import Unsupported
-from ..kernels import capabilities
-from ..order.facts import NO_ORDER, OrderFacts
+from ..kernels import KernelSpec, capabilities, warm
+from ..kernels.spec import attend_path
 from ..policy import PV_FILTER_OFF
 from ..stats import Counter
 from . import on_reference, ops
-from .kernel_check import build_kernels
-from .rules import AttendRules, QuantizeRules, RouteRules, Select
+from .rules import NO_ORDER, AttendRules, OrderFacts, QuantizeRules, RouteRules, Select
 from .workspace import layout_of
 
 #: Workspace that a call may take, as a share of q + k + v; beyond it heads are served in groups.
 MEMORY_SHARE = 0.55
 #: Least bytes for which a call is split: padding alone outgrows the share in tiny calls.
 MEMORY_FLOOR = 1 << 20
+#: Kinds of calls whose kernels were built.
+_built: set[Hashable] = set()
 
 
 def run(
@@ -47,6 +50,29 @@ def has_kernels(call: CheckedCall) -> bool:
     if capability.fallback and not torch.compiler.is_compiling():
         build_kernels(call, capability.arch)
     return capability.usable
+
+
+def build_kernels(call: CheckedCall, arch: str) -> None:
+    """Builds kernels for ``arch``, the target of the moment, or the next one whose kernels compile.
+
+    Targets differ in operand types and in the layout of the workspace, so a call that began on one
+    cannot end on the next. A set is looked into where kernels were built before. Raises
+    KernelBuildError as `warm` does.
+    """
+    q, policy, plans = call.q, call.policy, call.v is None
+    kind = (arch, q.device, q.dtype, int(q.shape[3]), call.element, policy.pv_filter, plans)
+    if kind not in _built:
+        warm(q.device, lambda arch: _specs_of(call, arch))
+        _built.add(kind)
+
+
+def _specs_of(call: CheckedCall, arch: str) -> Iterable[KernelSpec]:
+    """Specs of a call like this, with or without a plan of its own."""
+    entries = ["means", "quantize", "route"]
+    if call.v is not None:
+        entries.append(attend_path(arch, call.element).entry)
+    for entry in entries:
+        yield KernelSpec(entry, arch, call.shape.head_dim, call.element, call.policy.pv_filter)
 
 
 def _run_in_head_groups(

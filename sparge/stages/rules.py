@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of each stage, beside its tensors: from the pipeline through the op to the launch.
+"""Rules of each stage, and what it reads of an order: from the pipeline through the op to the
+launch.
 
 A new field stands here alone: ops take `flat`, and make the dataclass of it again.
 """
@@ -10,6 +11,8 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, TypeAlias
+
+from torch import Tensor
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -99,3 +102,35 @@ class AttendRules(Rules):
     pvthreshd: float
     pv_filter: bool
     causal: bool
+
+
+@dataclass(frozen=True, eq=False)
+class OrderFacts:
+    """Tensors of a `TokenOrder` on the kernels' device; all None without an order."""
+
+    slot_tokens: Tensor | None = None
+    slot_counts: Tensor | None = None
+    head_order_kind: Tensor | None = None
+    keys_exact: Tensor | None = None
+    queries_exact: Tensor | None = None
+
+    @property
+    def order_kinds(self) -> int:
+        return 1 if self.slot_tokens is None else self.slot_tokens.shape[0]
+
+    @property
+    def slots(self) -> int | None:
+        return None if self.slot_tokens is None else self.slot_tokens.shape[1]
+
+    def flat(self) -> list[Tensor | None]:
+        """In the order of the fields, for an op's schema."""
+        return [
+            self.slot_tokens,
+            self.slot_counts,
+            self.head_order_kind,
+            self.keys_exact,
+            self.queries_exact,
+        ]
+
+
+NO_ORDER = OrderFacts()

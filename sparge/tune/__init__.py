@@ -18,14 +18,12 @@ from .model import Model
 from .patch_mark import Patch, patch_mark
 from .probe import Probe
 from .profile import Profile
-from .profile_error import ProfileError
 from .profile_header import Table
-from .profile_path import profile_path
+from .profile_path import ProfileError, profile_path
 from .progress import Progress
 from .real_tokens import MASK, RealTokens, real_tokens
-from .records import Densities, PassRecord
+from .records import Densities, PassRecord, RunTime, Way
 from .report import Report
-from .run_time import RunTime, Way
 from .sequences import Sequences, TextPosition
 from .session import Session
 from .session_pass import MEASURING, Plan, SessionPass

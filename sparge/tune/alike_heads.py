@@ -10,18 +10,17 @@ from ..order.grid import TokenGrid, TokenOrder, unmeasured_order
 from ..order.places import order_as_dealt
 from ..order.variants import VARIANTS
 from ..policy import SparsePolicy
-from .call import Call
 from .facts import Layout
 from .head_table import Untracked
-from .ways import Ways
+from .ways import Choice
 
 
 class AlikeHeads:
     """Token orders of one run on its devices, by grid, number of ranks and variant."""
 
-    def __init__(self, untracked: Untracked, ways: Ways) -> None:
+    def __init__(self, untracked: Untracked) -> None:
         """untracked: as in `Session`."""
-        self._untracked, self._ways = untracked, ways
+        self._untracked = untracked
         self._orders: dict[tuple[TokenGrid, int, int, torch.device], TokenOrder] = {}
 
     def begin(self, layout: Layout, step: int, device: torch.device) -> None:
@@ -45,15 +44,15 @@ class AlikeHeads:
         order = order_as_dealt(unmeasured_order(grid, variant), grid, ranks)
         self._orders[grid, ranks, variant, device] = order.on(device)
 
-    def slower(self, call: Call, policy: SparsePolicy) -> str | None:
-        """Reason why a call would be slower sparse, or None. What cdf keeps is not known, nor what
+    def slower(self, choice: Choice, policy: SparsePolicy) -> str | None:
+        """Reason why calls would be slower sparse, or None. What cdf keeps is not known, nor what
         heads do that have a share each."""
         topk = policy.topk
         if policy.select_by != "topk" or isinstance(topk, Tensor):
             return None
-        text = (policy.exact_prefix + policy.exact_suffix) / call.query_tokens
-        density = density_with_exact(topk, text)
-        return self._ways.slower_reason(call, density, pooled=0.0)
+        text = (policy.exact_prefix + policy.exact_suffix) / choice.tokens
+        is_slower = density_with_exact(topk, text) >= choice.break_even[False]
+        return choice.why_slower(pools=False) if is_slower else None
 
     def end(self) -> None:
         """Gives back what outlives the run on the devices."""

@@ -43,7 +43,7 @@ class BlockMaps:
 
     def __init__(self, layers: Collection[int], untracked: Untracked) -> None:
         """untracked: as in `Session`."""
-        self._layers, self._untracked = frozenset(layers), untracked
+        self.layers, self._untracked = frozenset(layers), untracked
         self._found: dict[int, LayerMaps] = {}
 
     @contextmanager
@@ -55,9 +55,9 @@ class BlockMaps:
         facts: PassFacts,
         stats: AttentionStats,
     ) -> Iterator[None]:
-        """Context around a sparse call: takes the maps of a layer that was asked for, of the
-        positive prompt. Never waits."""
-        if layer not in self._layers or COND not in facts.conditioning or facts.which:
+        """Context around a sparse call of one of `layers`: takes the maps of the positive prompt.
+        Never waits."""
+        if COND not in facts.conditioning or facts.which:
             yield
             return
         stats.block_maps = maps = []

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -59,6 +59,11 @@ class Call:
     def size(self) -> Size:
         """Size that its time follows from, of all entries of the batch."""
         return Size(self.query_tokens, self.q.shape[0] * self.head_count, self.head_dim)
+
+    @property
+    def look(self) -> Hashable:
+        """What calls of one kind have in common."""
+        return self.q.shape, self.k.shape, self.q.dtype, self.q.device, self.by_backend
 
     @property
     def shares_keys(self) -> bool:

@@ -20,15 +20,14 @@ from .call import Call, DenseOnce
 from .facts import PassFacts, Place
 from .finite_rows import FiniteRows
 from .kernel_measure import measure_for
-from .layer_settings import LayerSettings
 from .measurement import Measurement
 from .probe import Probe
 from .schedule import MeasuringSchedule
-from .settings_table import SettingsTable
+from .settings_table import LayerSettings, SettingsTable
 from .shape import Shape
 from .shared_heads import ALONE, SharedHeads
 from .step_settings import StepSettings, probe_number
-from .ways import RunLength, Ways
+from .ways import Choice, RunLength, Ways
 
 NOT_MEASURED = "this layer could not be measured"
 NO_ROOM = "more attention calls in one block than there is room for"
@@ -100,6 +99,7 @@ class HeadTable:
         self._facts: PassFacts | None = None  # facts of the running pass
         self._first: PassFacts | None = None  # facts of the first sparse pass
         self._step = -1  # number of the sparse step that the head settings are of
+        self._probes: dict[int, int] = {}  # number of the probe of each row that has one in it
         self.sparse_rows: set[int] = set()
         """Rows whose calls are sparse, in some pass at least."""
         self._kept: list[float] = []  # share of pairs that the densities of each row keep
@@ -176,17 +176,18 @@ class HeadTable:
             self.why_dense = str(nothing_to_drop)
 
     def measure(
-        self, row: int, call: Call, dense: DenseOnce, timed: Untracked = nullcontext
+        self, row: int, call: Call, choice: Choice, dense: DenseOnce, timed: Untracked = nullcontext
     ) -> None:
         """Inside a dense call: measures it if its pass is to be, and if it may ever be faster
-        sparse. Never waits. timed: context around the measurement alone."""
+        sparse. Never waits. choice: for calls like this. timed: context around the measurement
+        alone."""
         if row in self._failed:
             self._schedule.measured()
         if row >= self.rows or row in self._refusals:
             return
         least = float(self._kept_by_rank[0])  # share of pairs that is always kept
-        if slower := self._ways.slower_reason(call, least, pooled=0.0):
-            self._refusals[row] = slower
+        if least >= choice.break_even[False]:
+            self._refusals[row] = choice.why_slower(pools=False)
             return
         self._called.add(row)
         if self._measurement is None or not self._schedule.measuring:
@@ -300,6 +301,8 @@ class HeadTable:
         if (step := facts.steps_since(self._first)) <= self._step:
             return  # another conditioning, or a sampler that goes back
         before, self._step = steps.given[-1:], step
+        numbers = ((row, probe_number(row, step)) for row in range(self.rows))
+        self._probes = {row: number for row, number in numbers if number is not None}
         now = steps.at(step)
         if now not in before:
             self._give(self._shared.own_settings(now))
@@ -333,16 +336,14 @@ class HeadTable:
         """Choices of the running step."""
         return self._given()[-1]
 
-    def decide(self, row: int, call: Call) -> HeadSettings | str:
+    def decide(self, row: int, choice: Choice) -> HeadSettings | str:
         """Settings of a call of a layer, or why it has to stay dense: at the densities of this
         pass it may be slower."""
         head_settings = self.head_settings(row)
         if isinstance(head_settings, str):
             return head_settings
-        # All heads count as pooled: that is 1/64 of a dense call, and reasons of layers stay alike.
-        pooled = float(head_settings.pools)
-        if slower := self._ways.slower_reason(call, self._kept[row], pooled):
-            return slower
+        if self._kept[row] >= choice.break_even[head_settings.pools]:
+            return choice.why_slower(head_settings.pools)
         self.sparse_rows.add(row)
         return head_settings
 
@@ -350,13 +351,16 @@ class HeadTable:
         """Reason why a layer cannot be measured whatever comes, or None."""
         return self.why_dense or (NO_ROOM if row >= self.rows else self._refusals.get(row))
 
+    def looks_at(self, row: int) -> bool:
+        """Whether sparse calls of a layer are compared or measured again in this step."""
+        return self._place_again is not None or row in self._probes
+
     def probe_call(self, row: int, call: Call, out: Tensor) -> None:
-        """Inside a sparse call that gave `out`: compares it now and then, and measures the heads
-        again in steps that are for it. Never waits."""
+        """Inside a sparse call that gave `out`, of a layer that it looks at. Never waits."""
         assert self.probe is not None and self._steps is not None
         if self._place_again is not None:
             self._measure_again(self._steps, row, call, self._place_again)
-        if (number := probe_number(row, self._step)) is None:
+        if (number := self._probes.get(row)) is None:
             return
         with self._untracked():
             rows = call.result_heads_first(out)

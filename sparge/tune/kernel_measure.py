@@ -20,12 +20,10 @@ from ..call import element_of
 from ..common.partial import Partial
 from ..kernels import Element, capabilities
 from ..kernels.spec import measuring_element
-from ..order.facts import OrderFacts
 from ..policy import PV_FILTER_OFF, Precision
 from ..stages import ops
-from ..stages.rules import AttendRules, QuantizeRules, RouteRules, Select
+from ..stages.rules import AttendRules, OrderFacts, QuantizeRules, RouteRules, Select
 from ..stages.workspace import CallShape, WorkspaceLayout, layout_of
-from .buckets import Buckets
 from .measure import Measure, Measured, MeasuredCall, reference_measure
 from .measured_rows import MeasuredBlocks, MeasuredRows
 from .scoring import Distances
@@ -33,6 +31,29 @@ from .scoring import Distances
 #: Bytes that a measurement may take however short the sequence is, and share of the workspace of a
 #: sparse call that it may take of a long one (docs/experiments.md, Memory of a measurement).
 _LEAST_BYTES, _OF_A_CALL = 83_000_000, 1.25
+
+
+@dataclass(frozen=True, eq=False)
+class Buckets:
+    """Maps of every block and of none, (B, 1, S, words) int32: the bounds of what densities add one
+    after the other."""
+
+    every: Tensor
+    """The last density keeps every block."""
+    none: Tensor
+
+    @classmethod
+    def of(cls, every_block: Tensor, query_blocks: int) -> Buckets:
+        """Makes them of `every_block` (B, words) int32, the key blocks that hold a key."""
+        every = every_block.unsqueeze(1).expand(-1, query_blocks, -1)[:, None]
+        return cls(every, torch.zeros_like(every))
+
+    def between(self, kept: Tensor) -> Tensor:
+        """(B, H, densities, S, words) int32: what each density adds to the one before, from the
+        maps `kept` (B, H, densities - 1, S, words)."""
+        heads = kept.shape[1]
+        none, every = (x.expand(-1, heads, -1, -1).unsqueeze(2) for x in (self.none, self.every))
+        return torch.cat([kept, every], 2) ^ torch.cat([none, kept], 2)
 
 
 def kernel_measure(call: MeasuredCall) -> Measured:

@@ -46,16 +46,15 @@ class LayerSpans:
             spans.append((first, last))
         return cls(tuple(spans))
 
-    def contains(self, layer: int, total: int | None) -> bool:
-        """Whether a layer is listed. Without a total, spans counted from the end match nothing."""
-        spans = self.spans
-        if total is None:
-            spans = (span for span in spans if min(span) >= 0)
-        else:
-            spans = (
-                (first + total * (first < 0), last + total * (last < 0)) for first, last in spans
-            )
-        return any(first <= layer <= last for first, last in spans)
+    def of_total(self, total: int | None) -> list[range]:
+        """Layers that are listed, of so many. Without a total, spans counted from the end are left
+        out."""
+        ends = total or 0
+        return [
+            range(first + ends * (first < 0), last + ends * (last < 0) + 1)
+            for first, last in self.spans
+            if total is not None or min(first, last) >= 0
+        ]
 
     def missing(self, total: int) -> list[int]:
         """Numbers that stand in the text and that none of `total` layers has."""

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ..common.whole_file import write_whole
 from .fingerprint import Fingerprint, Verdict
-from .profile_error import ProfileError
 from .profile_header import Header, Table
+from .profile_path import ProfileError
 from .profile_tables import checked_choices, checked_norm, tensors_of
 from .settings_table import SettingsTable
 

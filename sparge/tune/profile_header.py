@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from ..blocks import KEY_BLOCK, block_count
 from ..order.grid import TokenGrid
-from .profile_error import ProfileError
+from .profile_path import ProfileError
 
 #: Only this version is read.
 VERSION = 1

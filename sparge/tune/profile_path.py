@@ -6,8 +6,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from .profile_error import ProfileError
-
 SUFFIX = ".safetensors"
 LONGEST_NAME = 100
 LONGEST_BYTES = 200  # file systems take 255, with the suffix; a character may have four
@@ -16,6 +14,10 @@ RESERVED = re.compile(r"(con|prn|aux|nul|conin\$|conout\$|(com|lpt)[0-9¹²³])\
 #: Separators, drives and streams, wildcards, what shells redirect with; control characters, and
 #: halves of characters, which no file system takes.
 REFUSED = re.compile(r'[/\\:*?"<>|\x00-\x1f\x7f\ud800-\udfff]')
+
+
+class ProfileError(ValueError):
+    """A profile cannot be read or written; the message is the sentence that a user reads."""
 
 
 def profile_path(folder: Path, name: str) -> Path:

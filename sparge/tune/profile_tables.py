@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..order.variants import OrderKind
 from .fingerprint import VALUES
-from .profile_error import ProfileError
+from .profile_path import ProfileError
 from .settings_table import SettingsTable
 
 #: Name and dtype of each tensor, and the least and greatest value in it.

@@ -1,16 +1,71 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Record of each forward pass, layer by layer: the material of the report."""
+"""Record of each forward pass, the material of the report: what each layer computed, and how long
+calls took by the ways to compute them. Nothing waits for either before the run is over."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import enum
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..order.recording import being_recorded
+from ..speed.table import Size
 from ..stats import AttentionStats, Counter
-from .run_time import Spans
+from .call import Call
+
+
+class Way(enum.Enum):
+    EXACT = "exact"
+    EIGHT_BIT = "8-bit dense"
+    SPARSE = "sparse"
+    MEASURING = "measuring"
+
+
+@dataclass(frozen=True, eq=False)
+class Span:
+    """Work of one call: between two marks of its stream."""
+
+    way: Way
+    key: tuple[Size, torch.device]
+    foretold: float | None
+    """Seconds of exact attention by the speed table."""
+    start: Any
+    end: Any
+
+    @property
+    def seconds(self) -> float:
+        """Waits for the GPU."""
+        self.end.synchronize()
+        return self.start.elapsed_time(self.end) / 1000
+
+
+@dataclass(eq=False)
+class Spans:
+    """Work of one pass on a GPU; that on other devices is not timed."""
+
+    device: torch.device
+    spans: list[Span] = field(default_factory=list)
+
+    @contextmanager
+    def around(self, way: Way, call: Call, foretold: float | None) -> Iterator[None]:
+        """Context around work for a self-attention. What raises is not counted, nor is what a CUDA
+        graph records, nor a call of other keys than its queries."""
+        whole = call.k.shape[2] == call.query_tokens
+        if self.device.type != "cuda" or not whole or being_recorded(self.device):
+            yield
+            return
+        stream = torch.cuda.current_stream(self.device)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record(stream)
+        yield
+        end.record(stream)
+        self.spans.append(Span(way, (call.size, self.device), foretold, start, end))
 
 
 @dataclass(eq=False)
@@ -77,3 +132,47 @@ class Densities:
             int(kept.sum()) / total if total else 1.0,
             torch.where(by_step.isnan() & dense, 1.0, by_step),
         )
+
+
+@dataclass(frozen=True)
+class RunTime:
+    """Seconds of the attention of a run."""
+
+    by_step: Mapping[int, Mapping[Way, float]]
+    saved: float | None
+    """Seconds that exact attention would have taken more than this run's, with all measuring; None
+    where nothing says what that takes."""
+    by_table: bool
+    """Whether the speed table said it for some calls, and not exact calls of this run for all."""
+
+    @classmethod
+    def of(cls, passes: Sequence[tuple[int, Spans]]) -> RunTime:
+        """Adds up the work of (step, work) of each pass. Waits for the GPU."""
+        by_step: dict[int, dict[Way, float]] = defaultdict(lambda: defaultdict(float))
+        timed = [(step, span, span.seconds) for step, spans in passes for span in spans.spans]
+        exact: dict[tuple[Size, torch.device], float] = {}
+        for step, span, seconds in timed:
+            by_step[step][span.way] += seconds
+            if span.way is Way.EXACT:  # the least, as the first call of a run loads kernels
+                exact[span.key] = min(seconds, exact.get(span.key, seconds))
+        saved, known, by_table = 0.0, False, False
+        for _, span, seconds in timed:
+            if span.way is Way.MEASURING:
+                saved -= seconds
+            elif span.way is not Way.EXACT:
+                would = exact.get(span.key, span.foretold)
+                if would is None:
+                    return cls(by_step, None, True)
+                by_table |= span.key not in exact
+                saved, known = saved + would - seconds, True
+        return cls(by_step, saved if known else None, by_table)
+
+    def line(self) -> str:
+        """Attention seconds of each way, in the run and by step; empty without any."""
+        ways = [way for way in Way if any(way in of_step for of_step in self.by_step.values())]
+        parts = []
+        for way in ways:
+            of_steps = [of_step.get(way, 0.0) for _, of_step in sorted(self.by_step.items())]
+            by_step = " ".join(f"{seconds:.2g}" for seconds in of_steps)
+            parts.append(f"{way.value} {sum(of_steps):.3g} ({by_step})")
+        return f"Seconds of attention, in all and by step: {'; '.join(parts)}." if parts else ""

@@ -17,8 +17,7 @@ from .aim import Aim
 from .head_table import HeadTable
 from .head_weights import mean_error
 from .measured_shape import MeasuredShape
-from .records import Densities
-from .run_time import RunTime
+from .records import Densities, RunTime
 
 BLOCKS_OF = {OrderKind.CUBES: "cubes", OrderKind.ROWS: "rows"}
 

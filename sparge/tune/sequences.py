@@ -6,6 +6,7 @@ from __future__ import annotations
 import enum
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from ..order.grid import TokenGrid
 
@@ -41,11 +42,11 @@ class Sequences:
     loose_frames: int = 0
     masked: bool = False
 
-    @property
+    @cached_property
     def grid_tokens(self) -> int:
         return math.prod(self.grid) if self.grid else 0
 
-    @property
+    @cached_property
     def frame_tokens(self) -> int:
         return math.prod(self.grid[1:]) if self.grid else 0
 

@@ -36,9 +36,8 @@ from .fingerprint import Fingerprint
 from .head_table import HeadTable, Untracked
 from .model import Model
 from .profile import Profile
-from .records import Densities, PassRecord
+from .records import Densities, PassRecord, RunTime
 from .report import Report
-from .run_time import RunTime
 from .session_pass import SessionPass
 from .shape import Shape, table_of
 from .tables import HeadTables
@@ -105,7 +104,7 @@ class Session:
         self._speed, self._tables = speed, dict[torch.device, SpeedTable | None]()
         self._ways = Ways(self._tables.get, exact_dense or aim is None, even_if_slower)
         self._heads = (
-            AlikeHeads(untracked, self._ways)
+            AlikeHeads(untracked)
             if aim is None
             else HeadTables(aim, profile, note, left, untracked, self._ways)
         )

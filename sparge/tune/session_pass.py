@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..checks.argument import whole_number
 from ..checks.validate import check_inference
-from ..common.untraced import untraced
+from ..common.compiling import untraced
 from ..errors import Unsupported
 from ..head_settings import HeadSettings
 from ..order.grid import TokenOrder
@@ -25,11 +25,10 @@ from .call import Call, DenseOnce
 from .eight_bit import EightBitDense
 from .facts import Layout, PassFacts
 from .head_table import HeadTable
-from .records import PassRecord
-from .run_time import Way
+from .records import PassRecord, Way
 from .shape import Shape
 from .tables import HeadTables
-from .ways import Ways
+from .ways import Choice, Ways
 
 #: Reason of a dense call among sparse steps: its pass is dense only to be measured.
 MEASURING = "measuring"
@@ -47,6 +46,20 @@ class Plan:
 
 
 @dataclass(eq=False)
+class _Kind:
+    """What sparse calls of one kind have in common in a pass."""
+
+    choice: Choice
+    policy: SparsePolicy
+    shape: Shape
+    table: HeadTable | None = None
+    """Table of their heads; None where all heads are alike, or before it is asked for."""
+    plan: Plan | str | None = None
+    """Plan of calls whose heads are all alike, or the reason why they are dense."""
+    calls: int = 0
+
+
+@dataclass(eq=False)
 class SessionPass:
     """View of a session by one forward pass."""
 
@@ -60,10 +73,10 @@ class SessionPass:
     record: PassRecord
     eight_bit_dense: EightBitDense
     block_maps: BlockMaps
-    calls: Counter[Shape] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
     """Number of dense results of `attend` by the reason for them."""
-    _policies: dict[tuple[int, int], SparsePolicy] = field(default_factory=dict, repr=False)
+    _choices: dict[Hashable, Choice] = field(default_factory=dict, repr=False)
+    _kinds: dict[Hashable, _Kind] = field(default_factory=dict, repr=False)
 
     @untraced
     def attend(
@@ -103,7 +116,7 @@ class SessionPass:
 
     def eight_bit(self, call: Call) -> Tensor | None:
         """Result of a call by 8-bit dense attention; None where it has to be exact."""
-        if call.q.device != self.device or not self.ways.eight_bit_dense(call):
+        if call.q.device != self.device or not self._choice(call).eight_bit_dense:
             return None
         # Exact attention may need less memory.
         with (
@@ -119,7 +132,14 @@ class SessionPass:
             return compute()
 
     def _timed(self, way: Way, call: Call) -> AbstractContextManager[None]:
-        return self.record.spans.around(way, call, self.ways.exact_seconds(call))
+        return self.record.spans.around(way, call, self._choice(call).exact_seconds)
+
+    def _choice(self, call: Call) -> Choice:
+        look = call.look
+        choice = self._choices.get(look)
+        if choice is None:
+            choice = self._choices[look] = self.ways.choice(call)
+        return choice
 
     def _check(self, call: Call) -> None:
         """Raises Unsupported for a call that is exact in every step."""
@@ -139,8 +159,9 @@ class SessionPass:
         plan = self.plan(call, row, dense, ends)
         if isinstance(plan, str):
             return plan
-        stats = self.record.stats_of(row)
-        maps = self.block_maps.of_call(row, call, plan.order, self.facts, stats)
+        stats, maps = self.record.stats_of(row), nullcontext()
+        if row in self.block_maps.layers:
+            maps = self.block_maps.of_call(row, call, plan.order, self.facts, stats)
         with maps, self._timed(Way.SPARSE, call):
             out = call.sparse(plan.policy, stats, plan.order, plan.head_settings)
         with suppress(torch.OutOfMemoryError):  # the result is there; the report lacks a probe
@@ -156,50 +177,68 @@ class SessionPass:
         but to make a table. ends: numbers of tokens at either end that stay exact, where it is not
         those of the grid.
         """
-        tokens = call.query_tokens
-        grid = self.layout.sequence(tokens) if call.k.shape[2] == tokens else None
-        prefix, suffix = ends or ((grid.prefix, grid.suffix) if grid else (0, 0))
-        policy = self._policy_of(prefix, suffix)
-        ranks = self.layout.shared.ranks
+        kind = self._kind(call, ends)
+        kind.calls += 1
+        why_dense = self.facts.why_dense
         if isinstance(self.heads, AlikeHeads):
-            reason = self.facts.why_dense or self.heads.slower(call, policy)
-            order = self.heads.order(grid, ranks, self.facts.step, self.device)
-            return reason or Plan(policy, order)
-        shape = Shape(tokens, call.head_count * ranks, grid, self.layout.rows, ranks)
-        self.calls[shape] += 1
-        table = self.tables.get(shape)
+            kind.plan = why_dense or kind.plan or self._plan_of_alike(self.heads, kind)
+            return kind.plan
+        table = kind.table
         if table is None:
-            table = self.heads.meet(shape, self.layout, self.policy, self.device, self.facts)
+            table = kind.table = self._met(self.heads, kind.shape)
             if table is None:
-                return self.facts.why_dense or MEASURING
-            self.tables[shape] = table
+                return why_dense or MEASURING
         if not table.is_chosen:
-            table.measure(row, call, dense, partial(self._timed, Way.MEASURING, call))
-            return self.facts.why_dense or table.refusal(row) or MEASURING
-        if self.facts.why_dense is not None:
-            return self.facts.why_dense
-        head_settings = table.decide(row, call)
+            timed = partial(self._timed, Way.MEASURING, call)
+            table.measure(row, call, kind.choice, dense, timed)
+            return why_dense or table.refusal(row) or MEASURING
+        if why_dense is not None:
+            return why_dense
+        head_settings = table.decide(row, kind.choice)
         if isinstance(head_settings, str):
             return head_settings
-        return Plan(policy, table.order(self.facts.step), table, head_settings)
+        return Plan(kind.policy, table.order(self.facts.step), table, head_settings)
 
-    def _policy_of(self, prefix: int, suffix: int) -> SparsePolicy:
-        """The policy, with so many exact tokens at either end."""
-        ends = prefix, suffix
-        if ends not in self._policies:
-            exact = replace(self.policy, exact_prefix=prefix, exact_suffix=suffix)
-            self._policies[ends] = exact
-        return self._policies[ends]
+    def _kind(self, call: Call, ends: tuple[int, int] | None) -> _Kind:
+        """Kind of a call, found out at the first one."""
+        key = call.look, ends
+        kind = self._kinds.get(key)
+        if kind is None:
+            tokens, ranks = call.query_tokens, self.layout.shared.ranks
+            grid = self.layout.sequence(tokens) if call.k.shape[2] == tokens else None
+            prefix, suffix = ends or ((grid.prefix, grid.suffix) if grid else (0, 0))
+            policy = replace(self.policy, exact_prefix=prefix, exact_suffix=suffix)
+            shape = Shape(tokens, call.head_count * ranks, grid, self.layout.rows, ranks)
+            kind = self._kinds[key] = _Kind(self._choice(call), policy, shape)
+        return kind
+
+    def _plan_of_alike(self, heads: AlikeHeads, kind: _Kind) -> Plan | str:
+        if reason := heads.slower(kind.choice, kind.policy):
+            return reason
+        shape = kind.shape
+        order = heads.order(shape.grid, shape.ranks, self.facts.step, self.device)
+        return Plan(kind.policy, order)
+
+    def _met(self, heads: HeadTables, shape: Shape) -> HeadTable | None:
+        table = self.tables.get(shape)
+        if table is None:
+            table = heads.meet(shape, self.layout, self.policy, self.device, self.facts)
+            if table is not None:
+                self.tables[shape] = table
+        return table
 
     def end(self) -> None:
         """Ends the pass for the host. Never waits."""
         if isinstance(self.heads, HeadTables):
-            self.heads.count_layers(self.device, self.facts.which, self.calls)
+            calls = Counter[Shape]()
+            for kind in self._kinds.values():
+                calls[kind.shape] += kind.calls
+            self.heads.count_layers(self.device, self.facts.which, calls)
         for table in self.tables.values():
             table.end_pass()
 
     def probe(self, plan: Plan, row: int, call: Call, out: Tensor) -> None:
         """Compares the result of a call by that plan now and then, where heads are measured."""
-        if plan.table is not None:
+        if plan.table is not None and plan.table.looks_at(row):
             with self._timed(Way.MEASURING, call):
                 plan.table.probe_call(row, call, out)

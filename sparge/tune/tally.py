@@ -30,8 +30,9 @@ class Tally:
     """Most tokens that a clip had in a pass; 0 where that was never known."""
     reasons: Counter[str] = field(default_factory=Counter)
     """Reasons of dense self-attention calls."""
+    reached: bool = False
+    """Whether a call of the clip's self-attention came, or no clip is known."""
     _grid: tuple[int, int, int] | None = field(default=None, repr=False)
-    _reached: bool = field(default=False, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     @property
@@ -45,7 +46,7 @@ class Tally:
     @property
     def missing(self) -> str:
         """Word for what never attended to itself, "clip" or "picture"; empty where it did."""
-        if self._grid is None or self._reached or not self.finished or self.calls == 0:
+        if self._grid is None or self.reached or not self.finished or self.calls == 0:
             return ""
         return "clip" if self._grid[0] > 1 else "picture"
 
@@ -54,17 +55,13 @@ class Tally:
         with self._lock:
             self.forwards += 1
             self.family = family
-            self._grid, self._reached = grid, self._reached or grid is None
+            self._grid, self.reached = grid, self.reached or grid is None
             self.grid_tokens = max(self.grid_tokens, math.prod(grid) if grid else 0)
 
     def end_forward(self, may_be_sparse: bool) -> None:
         with self._lock:
             self.finished += 1
             self.may_have_been_sparse |= may_be_sparse
-
-    def reach(self) -> None:
-        """Notes that a call of the clip's self-attention came."""
-        self._reached = True
 
     def add_sparse(self, tokens: int, filter_left_out: bool) -> None:
         with self._lock:

@@ -4,6 +4,7 @@ GPU. Without a table dense calls are exact and sparse ones are as they were aske
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -57,6 +58,33 @@ class RunLength:
     """None where nobody knows."""
 
 
+#: Densities of `Choice.break_even` where sparse calls are never slower, or nothing is known.
+NEVER = math.inf, math.inf
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Choice between the ways for calls of one kind: what the speed table says of them."""
+
+    tokens: int
+    eight_bit_dense: bool = False
+    """Whether dense ones are to be computed in 8 bits."""
+    exact_seconds: float | None = None
+    """Seconds of an exact one, all entries of its batch; None where nothing is known."""
+    break_even: tuple[float, float] = NEVER
+    """Densities from which on sparse ones are slower: without pooled keys, and with them. All heads
+    count as pooled then: that is 1/64 of a dense call."""
+
+    def why_slower(self, pools: bool) -> str:
+        """Why a call is dense that would keep so many pairs that sparse is slower. The text holds
+        nothing that differs between layers: the report counts it."""
+        break_even = self.break_even[pools]
+        if break_even < NO_DENSITY:
+            return f"at {self.tokens:,} tokens sparse would be slower"
+        share = f"{100 * break_even:.0f} % density"
+        return f"at {self.tokens:,} tokens sparse is faster only below {share}"
+
+
 @dataclass(frozen=True)
 class Ways:
     """Choice between the ways for the calls of a run."""
@@ -67,31 +95,18 @@ class Ways:
     even_if_slower: bool = False
     """Calls are sparse, and heads measured, even where that is slower."""
 
-    def eight_bit_dense(self, call: Call) -> bool:
-        """Whether a dense call is to be computed in 8 bits."""
-        if self.exact_dense or not call.by_backend or call.k.shape[2] != call.query_tokens:
-            return False
+    def choice(self, call: Call) -> Choice:
+        """Choice for all calls of the kind of this one."""
         times = self._times(call)
-        return times is not None and times.eight_bit_is_faster(_size_of_entry(call))
-
-    def slower_reason(self, call: Call, density: float, pooled: float) -> str | None:
-        """Why a call that keeps `density` of its pairs shall be dense, or None where it is faster,
-        or nothing is known.
-
-        The text holds nothing that differs between layers: the report counts it. pooled: share of
-        the heads that have pooled keys.
-        """
-        times = None if self.even_if_slower else self._times(call)
         if times is None:
-            return None
-        size = _size_of_entry(call)
-        break_even = times.sparse_density_within(size, self._dense_seconds(call, times), pooled)
-        if density < break_even:
-            return None
-        if break_even < NO_DENSITY:
-            return f"at {size.tokens:,} tokens sparse would be slower"
-        share = f"{100 * break_even:.0f} % density"
-        return f"at {size.tokens:,} tokens sparse is faster only below {share}"
+            return Choice(call.query_tokens)
+        exact = times.exact.seconds(call.size) if call.by_backend else None
+        break_even = NEVER
+        if not self.even_if_slower:
+            size, dense = _size_of_entry(call), self._dense_seconds(call, times)
+            dropped, pooled = (times.sparse_density_within(size, dense, x) for x in (0.0, 1.0))
+            break_even = dropped, pooled
+        return Choice(call.query_tokens, self._is_eight_bit(call, times), exact, break_even)
 
     def affordable(
         self,
@@ -127,11 +142,6 @@ class Ways:
             afforded, pays=cost.pays(heads=heads, measurements=measurements, saved=saved)
         )
 
-    def exact_seconds(self, call: Call) -> float | None:
-        """Seconds of exact attention of all entries of a call; None where nothing is known."""
-        times = self._times(call) if call.by_backend else None
-        return None if times is None else times.exact.seconds(call.size)
-
     def _times(self, call: Call) -> Times | None:
         """Times that a call follows; None where nothing is known."""
         if call.query_tokens < FEWEST_TOKENS or call.q.dtype not in MEASURED_DTYPES:
@@ -140,8 +150,13 @@ class Ways:
         return None if table is None else table.of(call.head_dim)
 
     def _dense_seconds(self, call: Call, times: Times) -> float:
-        way = times.eight_bit if self.eight_bit_dense(call) else times.exact
+        way = times.eight_bit if self._is_eight_bit(call, times) else times.exact
         return way.seconds(_size_of_entry(call))
+
+    def _is_eight_bit(self, call: Call, times: Times) -> bool:
+        if self.exact_dense or not call.by_backend or call.k.shape[2] != call.query_tokens:
+            return False
+        return times.eight_bit_is_faster(_size_of_entry(call))
 
 
 def _size_of_entry(call: Call) -> Size:

@@ -28,11 +28,11 @@ def looking(key: Callable[[dict[str, Any]], tuple]) -> Iterator[set[tuple]]:
     forward = pack("nodes.forward").Forward
     serve = forward._serve
 
-    def spy(this: Any, call: Any, kind: Any, layer: Any, *args: Any, **named: Any) -> Any:
-        if kind.name == "SELF":
+    def spy(this: Any, call: Any, decision: Any, layer: Any, *args: Any, **named: Any) -> Any:
+        if decision.kind.name == "SELF":
             row = layer.number if layer.beside else layer.row
             seen.add((*key(call.options["transformer_options"]), row))
-        return serve(this, call, kind, layer, *args, **named)
+        return serve(this, call, decision, layer, *args, **named)
 
     with replaced(forward, "_serve", spy):
         yield seen

@@ -30,9 +30,8 @@ from sparge.common.metrics import rel_l2
 from sparge.head_settings import KEPT_TABLES
 from sparge.kernels import Element, KernelSpec, capabilities, native_element
 from sparge.order import copies as order_copies
-from sparge.order.facts import NO_ORDER
 from sparge.stages import pipeline
-from sparge.stages.rules import AttendRules, QuantizeRules, RouteRules, Select
+from sparge.stages.rules import NO_ORDER, AttendRules, QuantizeRules, RouteRules, Select
 from sparge.stats import Counter
 from tests.gpu.conftest import HALF, no_waits
 from tests.gpu.test_head_settings import settings_of, with_orders

@@ -12,7 +12,7 @@ from sparge import KernelBuildError, Precision, SparsePolicy, reference
 from sparge.kernels import Element, KernelSpec, capabilities, loader
 from sparge.kernels.cubin import Cubin
 from sparge.kernels.spec import HOPPER_ENTRIES
-from sparge.stages import kernel_check
+from sparge.stages import pipeline
 from tests.gpu.conftest import Kernels, assert_emulated
 from tests.gpu.test_stages import kernel_stages, means_of
 
@@ -32,7 +32,7 @@ def without_wgmma(monkeypatch, fresh_targets, launched) -> list[KernelSpec]:
         return build(spec)
 
     fresh_targets()
-    monkeypatch.setattr(kernel_check, "_built", set())
+    monkeypatch.setattr(pipeline, "_built", set())
     monkeypatch.setattr(loader, "_kernels", {})
     monkeypatch.setattr(loader, "load_cubin", refuse)
     return launched

@@ -20,13 +20,12 @@ from torch import Tensor
 from sparge import AttentionStats, SparsePolicy, attention
 from sparge.call import make_call
 from sparge.kernels import Element
-from sparge.order.facts import NO_ORDER
 from sparge.stages import ops, quantize_grid
 from sparge.stages.launch import find_kernel, quantize
 from sparge.stages.pipeline import quantize as quantize_call
 from sparge.stages.pipeline import route
 from sparge.stages.quantize_grid import QuantizeGrid
-from sparge.stages.rules import AttendRules, QuantizeRules
+from sparge.stages.rules import NO_ORDER, AttendRules, QuantizeRules
 from sparge.stages.workspace import WorkspaceLayout
 from tests.gpu.cases import CASES, Case, lengths_of, make_qkv, some_cases
 from tests.gpu.conftest import HOPPER, Kernels, every_element, with_element

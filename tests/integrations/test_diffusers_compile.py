@@ -15,7 +15,7 @@ pytest.importorskip("transformers", reason=REASON)
 
 import sparge  # noqa: E402
 from benchmarks.tiny_models.pipelines import ALL, Tiny  # noqa: E402
-from sparge.common import whole_graph  # noqa: E402
+from sparge.common import compiling  # noqa: E402
 from sparge.integrations.diffusers import enable  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("reference_allowed", "no_mode_left", "fresh_dynamo")
@@ -26,7 +26,7 @@ SETTINGS: dict[str, Any] = {"topk": 0.5, "min_tokens": 100, "start_percent": 0.5
 
 @pytest.fixture
 def fresh_dynamo(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(whole_graph, "_traced", set())
+    monkeypatch.setattr(compiling, "_traced", set())
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()

@@ -19,7 +19,7 @@ pytest.importorskip("diffusers", reason=REASON)
 pytest.importorskip("transformers", reason=REASON)
 
 from benchmarks.tiny_models.pipelines import ALL, Tiny  # noqa: E402
-from sparge.common.untraced import untraced  # noqa: E402
+from sparge.common.compiling import untraced  # noqa: E402
 from sparge.integrations.diffusers import enable  # noqa: E402
 from sparge.integrations.diffusers.forward import Forward  # noqa: E402
 from sparge.integrations.diffusers.handle import Handle  # noqa: E402

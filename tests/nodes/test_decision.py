@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why a call is dense: what it is, the window of steps, and dense_blocks."""
+"""What decides that a call is dense: what it is, the window of steps, and dense_blocks."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def layout_of(load_pack):
 
 @pytest.fixture(scope="module")
 def why(decision, settings, layout_of):
-    layout, widgets = layout_of(), settings(min_tokens=1000, dense_blocks="0, -1")
+    layout, widgets = layout_of(), settings(min_tokens=1000)
 
-    def reason(layer=5, run_reason=None, tokens=1000, keys=None, **facts):
+    def reason(tokens=1000, keys=None, **facts):
         call = decision.CallFacts(tokens, tokens if keys is None else keys, **facts)
-        return decision.dense_reason(call, layer, run_reason, layout, widgets)
+        return decision.Decision.of(call, layout, widgets).why_exact
 
     return reason
 
@@ -56,9 +56,6 @@ def why(decision, settings, layout_of):
             "the model uses an option unknown here (is_causal, bias)",
         ),
         ({"tokens": 999}, "fewer than min_tokens (1000) tokens"),
-        ({"run_reason": "no GPU"}, "no GPU"),
-        ({"layer": 0}, "listed in dense_blocks"),
-        ({"layer": 9}, "listed in dense_blocks"),
     ],
     ids=str,
 )
@@ -78,7 +75,7 @@ def test_all_but_long_self_attention_has_a_reason(why, case, reason):
 def test_masked_self_attention_may_come_in_parts(decision, settings, layout_of, keys, mask, reason):
     call = decision.CallFacts(200, keys, has_mask=mask)
     layout = layout_of((4, 8, 10), "NONE")
-    assert decision.dense_reason(call, 0, None, layout, settings(min_tokens=0)) == reason
+    assert decision.Decision.of(call, layout, settings(min_tokens=0)).why_exact == reason
 
 
 #: Queries, keys and kind of calls: of Wan Animate 2, whose clip has 4 frames of 80 tokens, and of
@@ -107,9 +104,9 @@ def test_what_attends_to_what(decision, settings, layout_of, case):
     queries, keys, kind = CALLS[case]
     call = decision.CallFacts(queries, keys)
     layout = animate if case.startswith("Animate") else layout_of(context=77)
-    assert call.kind(layout, widgets) is decision.Kind[kind]
-    with_a_row = layout_of((4, 8, 10), "NONE")
-    assert call.kind(with_a_row, widgets) is not decision.Kind.PART
+    assert decision.Decision.of(call, layout, widgets).kind is decision.Kind[kind]
+    with_a_row = decision.Decision.of(call, layout_of((4, 8, 10), "NONE"), widgets)
+    assert with_a_row.kind is not decision.Kind.PART
 
 
 @pytest.mark.parametrize("frames", [True, False])
@@ -118,9 +115,8 @@ def test_parts_of_a_self_attention_are_for_manual_mode(decision, settings, layou
     call = decision.CallFacts(80, 320)
     manual, auto = settings(min_tokens=100), settings(min_tokens=100, mode="auto quality")
     why = decision.FRAME_BY_FRAME if frames else decision.FEWER_QUERIES
-    for of_run in (None, "of the run"):
-        assert decision.dense_reason(call, 0, of_run, layout, manual) == of_run
-        assert decision.dense_reason(call, 0, of_run, layout, auto) == why, "whatever the run has"
+    assert decision.Decision.of(call, layout, manual).why_exact is None
+    assert decision.Decision.of(call, layout, auto).why_exact == why
 
 
 @pytest.mark.parametrize(
@@ -144,7 +140,7 @@ def test_text_that_attends_to_itself_stays_exact(decision, settings, layout_of):
     """The token refiner of HunyuanVideo, with min_tokens 0."""
     layout, calls = layout_of((4, 8, 10), "FIRST"), [(n, n) for n in (24, 79, 80, 320, 344)]
     why = [
-        decision.exact_reason(decision.CallFacts(*call), layout, settings(min_tokens=0))
+        decision.Decision.of(decision.CallFacts(*call), layout, settings(min_tokens=0)).why_exact
         for call in calls
     ]
     assert why == ["fewer tokens than a frame has"] * 2 + [None] * 3
@@ -202,8 +198,8 @@ def spans(load_pack):
     ],
 )
 def test_blocks_that_dense_blocks_lists(spans, text, total, listed):
-    parsed = spans.parse(text)
-    assert [block for block in range(10) if parsed.contains(block, total)] == listed
+    parsed = spans.parse(text).of_total(total)
+    assert [block for block in range(10) if any(block in span for span in parsed)] == listed
 
 
 def test_numbers_that_no_block_has(spans):

@@ -60,8 +60,8 @@ def chosen(load_pack, table_of):
         table = table_of(1)
         for conditioning, *qkv in passes:
             table.begin_pass(tune.PassFacts(conditioning, 0, "before start_percent", True))
-            own = partial(scaled_dot_product_attention, *qkv)
-            table.measure(0, tune.Call(*qkv), tune.DenseOnce(own))
+            own, call = partial(scaled_dot_product_attention, *qkv), tune.Call(*qkv)
+            table.measure(0, call, tune.Ways().choice(call), tune.DenseOnce(own))
         table.begin_pass(tune.PassFacts(passes[0][0], 1))
         return table.settings
 

@@ -11,7 +11,7 @@ import weakref
 import pytest
 import torch
 
-from tests.nodes.parts import HEADS, LATENT, TOKENS, network
+from tests.nodes.parts import BLOCKS, HEADS, LATENT, TOKENS, network
 
 pytestmark = pytest.mark.usefixtures("reference_allowed")
 
@@ -49,6 +49,20 @@ def test_what_the_node_leaves_on_a_model(patch, patcher):
     assert not hasattr(override, "container_function"), "it changes how ComfyUI calls it"
     outside_a_run = override(lambda *_, **__: "dense", q, q, q, 1, transformer_options={})
     assert outside_a_run == "dense"
+
+
+@pytest.mark.parametrize(("listed", "sparse"), [("0", 1), ("-1", 1), ("0-1", 0), ("7", 2)])
+def test_listed_blocks_stay_dense_and_other_reasons_come_first(sampled, generator, listed, sparse):
+    q = torch.randn(1, TOKENS, HEADS * 64, generator=generator)
+
+    def step(attend):
+        for _ in range(BLOCKS):
+            attend(q, q, q, HEADS)
+
+    got = sampled(step, [0.9, 0.5], dense_blocks=listed)
+    assert got.tally.sparse == sparse
+    counts = {"listed in dense_blocks": 2 - sparse} if sparse < 2 else {}
+    assert got.tally.reasons == counts | {"before start_percent 0.2": 2}
 
 
 def test_counts_and_reasons(run):

@@ -101,7 +101,7 @@ def test_measuring_is_costed_by_the_layers_there_are(
 @pytest.mark.parametrize("more", [-16, 0, 64])
 def test_tokens_that_are_not_the_clips_are_told(load_pack, run, asked, more):
     """Tokens behind the clip leave it on its grid."""
-    told = load_pack("sparge.sampling.served_pass").UNKNOWN_TOKENS
+    told = load_pack("sparge.sampling.decision").UNKNOWN_TOKENS
     got = run(network(), TOKENS + more, min_tokens=0)
     assert (got.tally.sparse, got.notes) == (2, [told] if more < 0 else [])
     orders = {call.order and call.order.tokens for call in asked}

@@ -13,7 +13,7 @@ from sparge import SparsePolicy
 from sparge import head_settings as settings_module
 from sparge.head_settings import KEPT_TABLES, HeadSettings, Router
 from sparge.stages.thresholds import COLUMNS, SELECTION
-from sparge.tune.layer_settings import LayerSettings
+from sparge.tune.settings_table import LayerSettings
 
 
 def test_uniform_is_one_value_for_all() -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sparge.tune.fall import fall_of, step_means
+from sparge.tune.step_settings import fall_of, step_means
 
 
 @pytest.mark.parametrize("mean", [0.05, 0.1, 0.2, 0.3, 0.45])

@@ -16,12 +16,11 @@ from torch.nn.functional import pad
 from sparge.blocks import QUERY_BLOCK, pack, unpack, whole_steps
 from sparge.head_settings import Router
 from sparge.kernels import Element
-from sparge.order.facts import OrderFacts
 from sparge.order.grid import TokenGrid, cube_order, grid_order
 from sparge.reference import Quantized, attend, log_scores, quantize_qkv
 from sparge.reference.quantize import count_rows
 from sparge.reference.route import rank_blocks
-from sparge.stages.rules import AttendRules, QuantizeRules, RouteRules, Select
+from sparge.stages.rules import AttendRules, OrderFacts, QuantizeRules, RouteRules, Select
 from sparge.stages.thresholds import COLUMNS
 from sparge.stages.workspace import CallShape, WorkspaceLayout
 from sparge.tune import (

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sparge.tune import Call, RunTime, Way
-from sparge.tune.run_time import Span, Spans
+from sparge.tune.records import Span, Spans
 
 GPU = torch.device("cuda", 0)
 
@@ -90,7 +90,7 @@ def test_what_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     recorded = False
-    monkeypatch.setattr("sparge.tune.run_time.being_recorded", lambda device: recorded)
+    monkeypatch.setattr("sparge.tune.records.being_recorded", lambda device: recorded)
     on_gpu, on_cpu = Spans(GPU), Spans(torch.device("cpu"))
     for found in (on_gpu, on_cpu):
         with pytest.raises(ZeroDivisionError), found.around(Way.SPARSE, LONG, None):

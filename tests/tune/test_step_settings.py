@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from sparge.tune import Aim, SettingsTable, StepSettings
-from sparge.tune.fall import step_means
-from sparge.tune.step_settings import PROBED_EVERY, probe_number
+from sparge.tune.step_settings import PROBED_EVERY, probe_number, step_means
 
 LAYERS, HEADS = 2, 3
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from sparge.blocks import KEY_BLOCK
 from sparge.speed import Cost, SpeedTable, Times
 from sparge.speed.measuring_cost import (
     AGAIN_CALLS,
@@ -20,7 +21,7 @@ from sparge.speed.measuring_cost import (
 )
 from sparge.speed.table import FEWEST_TOKENS, Size
 from sparge.tune import Call, Ways
-from sparge.tune.ways import RunLength
+from sparge.tune.ways import NEVER, RunLength
 
 TOKENS, HEADS = 4096, 2
 PAIRS = HEADS * TOKENS**2
@@ -52,9 +53,9 @@ def call_of(
 
 
 def test_dense_calls_are_in_eight_bits_where_that_is_faster() -> None:
-    assert ways().eight_bit_dense(call_of())
-    assert not ways(eight_bit=1.1).eight_bit_dense(call_of())
-    assert not ways(exact_dense=True).eight_bit_dense(call_of())
+    assert ways().choice(call_of()).eight_bit_dense
+    assert not ways(eight_bit=1.1).choice(call_of()).eight_bit_dense
+    assert not ways(exact_dense=True).choice(call_of()).eight_bit_dense
 
 
 UNKNOWN = (
@@ -68,26 +69,26 @@ UNKNOWN = (
 def test_of_other_calls_nothing_is_known(call: Call) -> None:
     """They are dense exact, sparse as asked, and measured in full."""
     slow = ways(sparse=100.0)
-    assert not slow.eight_bit_dense(call)
-    assert slow.slower_reason(call, 0.9, 0.0) is None
+    assert not slow.choice(call).eight_bit_dense
+    assert slow.choice(call).break_even == NEVER
     found = slow.affordable(call, 3, run=RunLength(10**9, 1), conditionings=2, calls=1, least=0.0)
     assert found.order_kinds == 3 and found.pays
 
 
 def test_without_a_table_nothing_is_known() -> None:
     nothing = Ways(exact_dense=False)
-    assert not nothing.eight_bit_dense(call_of())
-    assert nothing.slower_reason(call_of(), 1.0, 0.0) is None
+    assert not nothing.choice(call_of()).eight_bit_dense
+    assert nothing.choice(call_of()).break_even == NEVER
 
 
 def test_a_debugging_aid_hides_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPARGE_REFERENCE", "1")
-    assert not ways().eight_bit_dense(call_of())
-    assert ways(sparse=100.0).slower_reason(call_of(), 0.9, 0.0) is None
+    assert not ways().choice(call_of()).eight_bit_dense
+    assert ways(sparse=100.0).choice(call_of()).break_even == NEVER
 
 
 def test_cross_attention_is_exact() -> None:
-    assert not ways().eight_bit_dense(call_of(keys=TOKENS // 2))
+    assert not ways().choice(call_of(keys=TOKENS // 2)).eight_bit_dense
 
 
 @pytest.mark.parametrize(
@@ -100,17 +101,17 @@ def test_cross_attention_is_exact() -> None:
     ],
 )
 def test_sparse_has_to_beat_the_faster_dense_way(found: Ways, density: float) -> None:
-    assert found.slower_reason(call_of(), 0.99 * density, 0.0) is None
-    reason = found.slower_reason(call_of(), 1.01 * density, 0.0)
-    assert reason == f"at 4,096 tokens sparse is faster only below {100 * density:.0f} % density"
-    assert found.slower_reason(call_of(), 0.99 * density, pooled=1.0), "pooled keys take time"
-    assert replace(found, even_if_slower=True).slower_reason(call_of(), 1.0, 0.0) is None
-    assert found.slower_reason(call_of(batch=4), 0.99 * density, 0.0) is None
+    choice = found.choice(call_of())
+    assert choice.break_even == pytest.approx((density, density - 1 / KEY_BLOCK))
+    reason = f"at 4,096 tokens sparse is faster only below {100 * density:.0f} % density"
+    assert choice.why_slower(pools=False) == reason
+    assert found.choice(call_of(batch=4)).break_even == choice.break_even
+    assert replace(found, even_if_slower=True).choice(call_of()).break_even == NEVER
 
 
 def test_what_can_never_be_faster() -> None:
-    reason = ways(sparse=1000.0).slower_reason(call_of(), 0.1, 0.0)
-    assert reason == "at 4,096 tokens sparse would be slower"
+    choice = ways(sparse=1000.0).choice(call_of())
+    assert choice.why_slower(pools=False) == "at 4,096 tokens sparse would be slower"
 
 
 # One order takes 1 ms, and choosing for a head 60 us.

@@ -26,15 +26,15 @@ class Forward(ServedPass):
     def attend(self, given: SdpaCall, block: int, dense: Dense) -> Tensor:
         """Result of a call, sparse when nothing speaks against it, else from dense(). block: number
         of the running one."""
-        facts, numbered = given.facts, bool(self.layout.blocks)
-        kind = facts.kind(self.layout, self.run.settings)
-        counts = kind is not Kind.CROSS and facts.query_tokens >= self.layout.grid_tokens
+        decision, numbered = self.decision(given), bool(self.layout.blocks)
+        long = given.facts.query_tokens >= self.layout.grid_tokens
+        counts = decision.kind is not Kind.CROSS and long
         place = block if numbered else 0
         earlier = self._calls[place]
         number = block if numbered else earlier  # without blocks each call is a layer
         layer = Layer(number, self.layout.row(number, earlier), beside=not counts)
         self._calls[place] += counts
-        return self.serve(given, kind, layer, dense)
+        return self.serve(given, decision, layer, dense)
 
     def attend_torch(self, block: int, *args: Any, **kwargs: Any) -> Tensor:
         """Result of a call with the arguments of `scaled_dot_product_attention`, as `attend` has

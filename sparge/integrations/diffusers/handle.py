@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...common.compiling import has_been_traced
 from ...common.failures import MEANT_FOR_HOST, Failures
-from ...common.whole_graph import has_been_traced
 from ...kernels import capabilities
 from ...kernels.warmup import warm_up
 from ...sampling import (

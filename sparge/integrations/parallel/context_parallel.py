@@ -26,8 +26,7 @@ from torch import Tensor, nn
 from ...call_stats import count_exact
 from ...checks.argument import check_kind, whole_number
 from ...checks.torch_call import TorchCall
-from ...common.untraced import untraced
-from ...common.whole_graph import has_been_traced
+from ...common.compiling import has_been_traced, untraced
 from ...order.places import dealt_places, parts_of
 from ...policy import SparsePolicy
 from ...sampling import TokenLayout

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Path of a sparse call through the files of this pack, up to the library's own door."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.nodes.conftest import PACK
+from tests.nodes.parts import HEADS, TOKENS, network
+
+DOOR, MOST = "sparge/attention.py", 12
+
+
+@pytest.mark.usefixtures("reference_allowed")
+@pytest.mark.parametrize("mode", ["auto budget", "manual"])
+def test_a_call_passes_few_files_and_the_documents_name_them(sampled, generator, mode):
+    q = torch.randn(1, TOKENS, HEADS * 64, generator=generator)
+    passed: list[list[str]] = []
+
+    def step(attend):
+        for layer in range(2):  # the second call of a kind is as all others of its pass
+            attend.options["block_index"] = layer
+            files: dict[str, None] = {}
+
+            def entered(frame, event, _, files=files):
+                file = Path(frame.f_code.co_filename)
+                if event == "call" and DOOR not in files and file.is_relative_to(PACK):
+                    files[file.relative_to(PACK).as_posix()] = None
+
+            sys.setprofile(entered)
+            try:
+                attend(q, q, q, HEADS)
+            finally:
+                sys.setprofile(None)
+        passed.append(list(files))
+
+    model = network(blocks=range(20))  # most steps probe no layer that is called here
+    got = sampled(step, [1.0, 0.9, 0.6, 0.5, 0.4], model, mode=mode, topk=0.5)
+    assert got.tally.sparse == 2 * 3
+    path = [file for file in passed[-1] if file.startswith(("nodes/", "sparge/"))]
+    assert path[0] == "nodes/hook.py" and path[-1] == DOOR
+    assert len(path) <= MOST
+    guide = (PACK / "docs" / "developing.md").read_text(encoding="utf-8")
+    table = guide[guide.index("passes these files") : guide.index("In diffusers")]
+    assert set(path) <= {*re.findall(r"`([\w/]+\.py)`", table)}
