@@ -60,7 +60,9 @@ class ServedPass:
         """Decision on a call, made for the first of those that show the same."""
         found = self._decisions.get(given.facts)
         if found is None:
-            found = Decision.of(given.facts, self.layout, self.run.settings, self.beside)
+            found = Decision(Kind.CROSS, FAILED, given.facts.query_tokens, False, (0, 0), ())
+            with self.run.failures.caught("a call was computed dense"):
+                found = Decision.of(given.facts, self.layout, self.run.settings, self.beside)
             self._decisions[given.facts] = found
         return found
 

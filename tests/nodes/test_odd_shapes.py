@@ -146,6 +146,7 @@ def test_a_dense_result_of_another_shape_is_not_measured(outcome):
         (AssertionError, "auto quality", "call", 3),
         (TypeError, "auto quality", "measuring", 4),
         (RuntimeError, "auto quality", "measuring", 4),
+        (IndexError, "manual", "deciding", 4),
     ],
 )
 def test_an_error_of_ours_is_dense_counted_and_logged(
@@ -156,8 +157,10 @@ def test_an_error_of_ours_is_dense_counted_and_logged(
 
     if place == "call":
         monkeypatch.setattr(load_pack("sparge.tune.call"), "attention", fail)
-    else:
+    elif place == "measuring":
         monkeypatch.setattr(load_pack("sparge.tune").Measurement, "add", fail)
+    else:
+        monkeypatch.setattr(load_pack("sparge.sampling").TokenLayout, "exact_tokens", fail)
     results, tally = outcome((Q, K, V), {}, mode)
     assert all(torch.equal(out, plain(Q, K, V, HEADS)) for out in results)
     failed = load_pack("sparge.tune").FAILED
