@@ -111,7 +111,7 @@ def test_the_block_says_card_values_times_and_what_was_predicted(card) -> None:
         "GPU NVIDIA GeForce RTX 4090, format 2, driver 13000, torch 2.13.0",
         "values: head_dim 128 INT8_E4M3, head_dim 64 INT8_INT8",
         "Mochi 848x480x163: exact 157 ms, 8-bit dense 52.6 ms, 20 % 12.3 ms; predicted at 20 %: "
-        "10.7 to 13.9 ms",
+        "10.6 to 13.8 ms",
         "Wan 14B 832x480x81: does not fit in the free memory",
         "CogVideoX-5B 720x480x49: not today",
     ]
