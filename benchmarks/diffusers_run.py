@@ -8,9 +8,9 @@ python -m benchmarks.diffusers_run --tiny --device cpu    # the script itself, i
 Transformers of the published sizes with random bf16 weights, made on the GPU; prompts are random
 embeddings and results are latents, without text encoder and VAE. One prompt, no guidance.
 
-native_seconds are those of a run of --native-steps, all of which are alike, counted for --steps;
-two steps run before. free_seconds are those of attention that takes no time, likewise, and
-saved_of_what_can_be is the share of the seconds between both that our second run saves.
+native_seconds are those of a run of --native-steps after two others, scaled to --steps, since all
+steps are alike. free_seconds are likewise, with attention that returns its queries at once.
+saved_of_what_can_be is the share of native_seconds - free_seconds that the second run saves.
 first_seconds and second_seconds are of two runs with `sparge.integrations.diffusers.enable`; the
 first of a machine also compiles the kernels and measures the GPU. ratio is native_seconds over
 second_seconds. diffusers may be anywhere on PYTHONPATH.

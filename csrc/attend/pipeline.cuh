@@ -75,8 +75,8 @@ struct Pipeline {
     ptx::cp_async_4_if(thread_bytes() == 0, ptx::shared_address(to), from);
   }
 
-  // Numbers of the stage that is filled. NVRTC 12.8 would keep their address across the main loop, and spill it; with the filter 13.0
-  // spills where it is hidden.
+  // Numbers of the stage that is filled. Where the compiler knows `slot`, NVRTC 12.8 keeps their address across the main loop and
+  // spills it. Where it does not (`opaque`), NVRTC 13.0 spills with the PV filter.
   SPARGE_DEVICE Stage& filled() const { return smem.stage[kPvFilter ? slot : static_cast<i32>(ptx::opaque(slot))]; }
 
   SPARGE_DEVICE void load_keys(i32 place) {

@@ -129,9 +129,9 @@ SPARGE_DEVICE u32 pack_probabilities(float low, float high) {
   return kElement == Element::kBf16 ? ptx::pack_bf16(low, high) : ptx::pack_fp16(low, high);
 }
 
-// What is added to P of a key in four before it is rounded, in levels: eight keys of a block round up from 0.02 of a level on,
-// eight from 0.98, the others from a half. So sums of many small P are right on average (docs/experiments.md, "Rounding of
-// integer P"). `sixteen`: which sixteen keys of the block; of them 8, 10, 12 and 14 are shifted.
+// Shift in levels of P of keys 8, 10, 12 and 14 of each sixteen, before it is rounded to the nearest: +0.48 in even sixteens of
+// a block, -0.48 in odd ones. So 8 keys of a block round up from 0.02 of a level on, 8 from 0.98, 48 from 0.5, and sums of many
+// small P are right on average (docs/experiments.md, "Rounding of integer P").
 SPARGE_DEVICE constexpr float rounding_shift(int sixteen) { return sixteen % 2 ? -0.48f : 0.48f; }
 
 // Scores of a row tile are consumed: the accumulator fragments of QK become the A fragments of PV without a shuffle.

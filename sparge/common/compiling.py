@@ -36,7 +36,8 @@ def is_traced_whole() -> bool:
 
 
 def has_been_traced() -> bool:
-    """Whether some model in this process has such a graph; who runs it again is not asked."""
+    """Whether a model of this process was traced whole. Later runs of its graph do not ask
+    `is_traced_whole`."""
     return bool(_traced)
 
 

@@ -22,10 +22,10 @@ LOG2_E = math.log2(math.e)
 def rounding_shifts(keys: int, device: torch.device) -> Tensor:
     """(keys,) of whole blocks: what is added to integer P before it is rounded, in levels.
 
-    Of 16 keys four are shifted. So 8 of a block round up from 0.02 of a level on, 8 from 0.98 on,
-    the others from 0.5: where P spreads evenly over its logarithm, sums are right on average,
-    because the mean of log Gamma of these thresholds is log(2 pi) / 2 (`docs/experiments.md`,
-    "Rounding of integer P").
+    Keys 8, 10, 12 and 14 of each sixteen are shifted. So 8 of a block round up from 0.02 of a level
+    on, 8 from 0.98 on, 48 from 0.5 on. Where P spreads evenly over its logarithm, sums are right on
+    average: the mean of log Gamma of these thresholds is nearly log(2 pi) / 2
+    (`docs/experiments.md`, "Rounding of integer P").
     """
     key = torch.arange(keys, device=device)
     shifted = (key % 16 >= 8) & (key % 2 == 0)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention call as a host gives it, and the decision on those of a pass that show the same facts:
-one pure function of these."""
+"""Attention call as a host gives it, and the decision on it: a pure function of facts, shared by
+the calls of a pass that show the same ones."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class Decision:
     """Tokens of the sequence that they are of."""
     is_of_clip: bool
     """Whether they are of the clip's self-attention or, as some models have it, a part of it: never
-    of text or sound alone, nor such that the clip looks at those."""
+    of text or sound alone, nor of the clip attending to text or sound."""
     ends: tuple[int, int]
     """Tokens at either end that stay exact in sparse ones."""
     remarks: tuple[str, ...]

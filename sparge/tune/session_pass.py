@@ -46,8 +46,8 @@ class Plan:
 
 
 @dataclass(eq=False)
-class _Kind:
-    """What sparse calls of one kind have in common in a pass."""
+class _LookAlikes:
+    """What sparse calls of a pass that look alike have in common."""
 
     choice: Choice
     policy: SparsePolicy
@@ -76,7 +76,7 @@ class SessionPass:
     reasons: Counter[str] = field(default_factory=Counter)
     """Number of dense results of `attend` by the reason for them."""
     _choices: dict[Hashable, Choice] = field(default_factory=dict, repr=False)
-    _kinds: dict[Hashable, _Kind] = field(default_factory=dict, repr=False)
+    _looks: dict[Hashable, _LookAlikes] = field(default_factory=dict, repr=False)
 
     @untraced
     def attend(
@@ -173,51 +173,51 @@ class SessionPass:
     ) -> Plan | str:
         """Plan of a sparse call of a layer, or the reason why it is dense.
 
-        A dense call is measured while its table is open, which takes its result. Never waits
-        but to make a table. ends: numbers of tokens at either end that stay exact, where it is not
-        those of the grid.
+        While the heads' settings are not chosen, a dense call is measured, which computes its
+        result. Waits only to make a table. ends: numbers of tokens at either end that stay exact,
+        where they are not those of the grid.
         """
-        kind = self._kind(call, ends)
-        kind.calls += 1
+        looks = self._look_alikes(call, ends)
+        looks.calls += 1
         why_dense = self.facts.why_dense
         if isinstance(self.heads, AlikeHeads):
-            kind.plan = why_dense or kind.plan or self._plan_of_alike(self.heads, kind)
-            return kind.plan
-        table = kind.table
+            looks.plan = why_dense or looks.plan or self._plan_of_alike(self.heads, looks)
+            return looks.plan
+        table = looks.table
         if table is None:
-            table = kind.table = self._met(self.heads, kind.shape)
+            table = looks.table = self._met(self.heads, looks.shape)
             if table is None:
                 return why_dense or MEASURING
         if not table.is_chosen:
             timed = partial(self._timed, Way.MEASURING, call)
-            table.measure(row, call, kind.choice, dense, timed)
+            table.measure(row, call, looks.choice, dense, timed)
             return why_dense or table.refusal(row) or MEASURING
         if why_dense is not None:
             return why_dense
-        head_settings = table.decide(row, kind.choice)
+        head_settings = table.decide(row, looks.choice)
         if isinstance(head_settings, str):
             return head_settings
-        return Plan(kind.policy, table.order(self.facts.step), table, head_settings)
+        return Plan(looks.policy, table.order(self.facts.step), table, head_settings)
 
-    def _kind(self, call: Call, ends: tuple[int, int] | None) -> _Kind:
+    def _look_alikes(self, call: Call, ends: tuple[int, int] | None) -> _LookAlikes:
         """Kind of a call, found out at the first one."""
         key = call.look, ends
-        kind = self._kinds.get(key)
-        if kind is None:
+        looks = self._looks.get(key)
+        if looks is None:
             tokens, ranks = call.query_tokens, self.layout.shared.ranks
             grid = self.layout.sequence(tokens) if call.k.shape[2] == tokens else None
             prefix, suffix = ends or ((grid.prefix, grid.suffix) if grid else (0, 0))
             policy = replace(self.policy, exact_prefix=prefix, exact_suffix=suffix)
             shape = Shape(tokens, call.head_count * ranks, grid, self.layout.rows, ranks)
-            kind = self._kinds[key] = _Kind(self._choice(call), policy, shape)
-        return kind
+            looks = self._looks[key] = _LookAlikes(self._choice(call), policy, shape)
+        return looks
 
-    def _plan_of_alike(self, heads: AlikeHeads, kind: _Kind) -> Plan | str:
-        if reason := heads.slower(kind.choice, kind.policy):
+    def _plan_of_alike(self, heads: AlikeHeads, looks: _LookAlikes) -> Plan | str:
+        if reason := heads.slower(looks.choice, looks.policy):
             return reason
-        shape = kind.shape
+        shape = looks.shape
         order = heads.order(shape.grid, shape.ranks, self.facts.step, self.device)
-        return Plan(kind.policy, order)
+        return Plan(looks.policy, order)
 
     def _met(self, heads: HeadTables, shape: Shape) -> HeadTable | None:
         table = self.tables.get(shape)
@@ -231,14 +231,14 @@ class SessionPass:
         """Ends the pass for the host. Never waits."""
         if isinstance(self.heads, HeadTables):
             calls = Counter[Shape]()
-            for kind in self._kinds.values():
-                calls[kind.shape] += kind.calls
+            for looks in self._looks.values():
+                calls[looks.shape] += looks.calls
             self.heads.count_layers(self.device, self.facts.which, calls)
         for table in self.tables.values():
             table.end_pass()
 
     def probe(self, plan: Plan, row: int, call: Call, out: Tensor) -> None:
-        """Compares the result of a call by that plan now and then, where heads are measured."""
+        """Now and then measures the error of a sparse call's result, where heads are measured."""
         if plan.table is not None and plan.table.looks_at(row):
             with self._timed(Way.MEASURING, call):
                 plan.table.probe_call(row, call, out)
