@@ -22,6 +22,8 @@ _KNOWN_OPTIONS = {
     *("transformer_options", "_inside_attn_wrapper", "low_precision_attention"),
     *("preferred_attention", "enable_gqa", "scale"),
 }
+#: Key of transformer_options: tokens of each image that a model appends after the grid.
+_REFERENCES = "reference_image_num_tokens"
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ class AttentionCall(GivenCall):
 
     @cached_property
     def facts(self) -> CallFacts:
+        references = _sum_of_counts(self.transformer_options.get(_REFERENCES))
         return CallFacts(
             query_tokens=self._tokens(self.q),
             key_tokens=self._tokens(self.k),
@@ -71,8 +74,9 @@ class AttentionCall(GivenCall):
                 name
                 for name, value in self.options.items()
                 if name not in _KNOWN_OPTIONS and value is not None and value is not False
-            ),
-            reference_tokens=sum(self.transformer_options.get("reference_image_num_tokens") or ()),
+            )
+            + ((_REFERENCES,) if references is None else ()),
+            reference_tokens=references or 0,
         )
 
     @property
@@ -106,6 +110,13 @@ class AttentionCall(GivenCall):
         if len(shape) == 3 and shape[0] != of_q[0]:
             return tensor.numel() // max(1, of_q[0] * shape[2])  # as in `_split`
         return shape[1] if len(shape) > 1 else 0
+
+
+def _sum_of_counts(counts: object) -> int | None:
+    """Sum of a list of whole numbers, 0 without one; None of anything else."""
+    if not isinstance(counts, (list, tuple)):
+        return 0 if counts is None else None
+    return sum(counts) if all(isinstance(count, int) for count in counts) else None
 
 
 def _split(q: Tensor, k: Tensor, v: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor] | None:

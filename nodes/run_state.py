@@ -56,7 +56,7 @@ class Run(sampling.Run):
             maps_of=maps_of,
         )
         self.owner = owner
-        self.backend_function: str = exact_attention().__name__
+        self.backend_function: str = getattr(exact_attention(), "__name__", "")
         """Name of the function that the run's speed table is of."""
         self.replaced_blocks = ReplacedBlocks()
         falls = settings.aim is not None and settings.aim.falls

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from sparge import TokenGrid, Unsupported
+from sparge import SparsePolicy, TokenGrid, Unsupported
 from sparge.common.metrics import rel_l2
 from sparge.speed.measuring_cost import UNLIMITED, Afforded
 from sparge.tune import (
@@ -21,6 +23,7 @@ from sparge.tune import (
     DenseOnce,
     Fingerprint,
     Model,
+    PassFacts,
     Plan,
     Probe,
     Session,
@@ -286,3 +289,21 @@ def test_block_maps_of_the_layers_that_were_named(qkv: tuple[Tensor, ...]) -> No
     assert kept.shape == (HEADS, 6, 12), "the prefix has a block of its own"
     assert kept[:, :, 0].all() and kept[:, 0].all(), "the prefix is exact"
     assert float(kept.float().mean()) < 0.9
+
+
+def test_a_session_that_has_ended_holds_no_order_on_the_device() -> None:
+    session, device = session_of(None, steps=3, dense_steps=0), torch.device("meta")
+    orders = []
+    for step in range(3):
+        begun = session.begin_pass(ONE_LAYER, SparsePolicy(), device, PassFacts((0,), step))
+        x = torch.empty(1, HEADS, GRID.tokens, HEAD_DIM, device=device, dtype=torch.bfloat16)
+        plan = begun.plan(Call(x, x, x), 0, DenseOnce(lambda x=x: x))
+        assert isinstance(plan, Plan) and plan.order is not None
+        orders.append(weakref.ref(plan.order.slot_tokens))
+        assert plan.order.slot_tokens.device == device
+        del plan
+        begun.end()
+    session.end()
+    del begun
+    gc.collect()
+    assert [order() for order in orders] == [None] * 3

@@ -68,7 +68,8 @@ class ServedPass:
 
     def serve(self, given: GivenCall, decision: Decision, layer: Layer, dense: Dense) -> Tensor:
         """Result of a call, sparse when nothing speaks against it, else from dense()."""
-        self.run.tally.reached |= decision.is_of_clip
+        if decision.is_of_clip:
+            self.run.tally.reached = True
         real = None if given.mask is None else self._real_tokens(given, decision, layer)
         if not isinstance(real, RealTokens):
             return self._serve(given, decision, layer, dense, why=real)

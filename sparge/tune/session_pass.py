@@ -234,6 +234,7 @@ class SessionPass:
             for looks in self._looks.values():
                 calls[looks.shape] += looks.calls
             self.heads.count_layers(self.device, self.facts.which, calls)
+        self._looks.clear()  # their plans hold orders on the device
         for table in self.tables.values():
             table.end_pass()
 

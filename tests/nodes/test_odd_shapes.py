@@ -4,6 +4,8 @@ with a reason; and errors of the pack's own are dense, counted and in the log.""
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -119,6 +121,31 @@ def test_shapes_for_another_node(outcome, name, mode):
     results, tally = outcome(operands, flags, mode, lambda q, *_, **__: q + 1)
     assert all(torch.equal(out, operands[0] + 1) for out in results)
     assert tally.sparse == 0 and tally.dense + tally.cross == 4
+
+
+@pytest.mark.parametrize("counts", [256, [None], [[256]], "256"])
+def test_counts_of_reference_tokens_that_are_none_leave_calls_exact(sampled, counts):
+    def step(attend):
+        attend.options["reference_image_num_tokens"] = counts
+        override = attend.options["optimized_attention_override"]
+        return override(plain, Q, K, V, HEADS, transformer_options=attend.options)
+
+    got = sampled(
+        step, [1.0, 0.5], torch.nn.Module(), conditionings=([0],), mode="manual", min_tokens=0
+    )
+    assert all(torch.equal(out, plain(Q, K, V, HEADS)) for out in got.given)
+    (reason,) = got.tally.reasons
+    assert "an option unknown here (reference_image_num_tokens)" in reason
+
+
+def test_a_backend_without_a_name_serves_dense_calls(load_pack, outcome, monkeypatch):
+    host = load_pack("nodes.host")
+    nameless = functools.partial(plain)
+    monkeypatch.setattr(load_pack("nodes.run_state"), "exact_attention", lambda: nameless)
+    monkeypatch.setattr(host, "exact_attention", lambda: nameless)
+    results, tally = outcome((Q, K, V), {}, "manual", nameless)
+    assert (tally.sparse, tally.dense) == (3, 1)
+    assert torch.equal(results[0], plain(Q, K, V, HEADS))
 
 
 def test_what_dense_attention_raises_is_not_ours(outcome, caplog):
