@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(bool(why_no_browser()), reason=why_no_browser())
 
 REPORT = "8"
 #: Looks at a page that a slow machine draws, a second apart.
-TRIES = 20
+TRIES = 60
 #: Addresses of the pictures on the report: of the page's elements in Nodes 2.0. The other canvas
 #: loads them when it draws, as under a mouse that moves.
 PICTURES = """([id, page]) => {
