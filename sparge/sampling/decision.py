@@ -98,7 +98,7 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True)
 class Decision:
-    """What becomes of calls, whatever their layer and their heads are like."""
+    """Decision on calls, whatever their layer and their heads are like."""
 
     kind: Kind
     why_exact: str | None

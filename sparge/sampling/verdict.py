@@ -51,7 +51,7 @@ def verdict(result: RunResult, widest: int = WIDEST) -> str:
 
 
 def short_lines(*lines: str, widest: int = WIDEST) -> str:
-    """Those of the lines that say something, each cut to `widest` characters."""
+    """Lines that say something, each cut to `widest` characters."""
     return "\n".join(textwrap.shorten(line, widest, placeholder=" ...") for line in lines if line)
 
 

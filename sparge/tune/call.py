@@ -62,7 +62,7 @@ class Call:
 
     @property
     def look(self) -> Hashable:
-        """What calls of one kind have in common."""
+        """Facts that calls share which look alike: what a session decides on them is the same."""
         return self.q.shape, self.k.shape, self.q.dtype, self.q.device, self.by_backend
 
     @property

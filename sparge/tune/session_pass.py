@@ -47,7 +47,7 @@ class Plan:
 
 @dataclass(eq=False)
 class _LookAlikes:
-    """What sparse calls of a pass that look alike have in common."""
+    """Facts and plan that sparse calls of a pass share where they look alike."""
 
     choice: Choice
     policy: SparsePolicy

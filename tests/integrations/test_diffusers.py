@@ -14,19 +14,23 @@ from typing import Any
 import pytest
 import torch
 
-REASON = "needs diffusers, transformers and accelerate (requirements-dev.txt)"
-diffusers: Any = pytest.importorskip("diffusers", reason=REASON)
+from tests.integrations.needed import REASON
+
+pytest.importorskip("diffusers", reason=REASON)
 pytest.importorskip("transformers", reason=REASON)
 
-import sparge  # noqa: E402
-from benchmarks.tiny_models import pipelines  # noqa: E402
-from benchmarks.tiny_models.adapted import adapt  # noqa: E402
-from benchmarks.tiny_models.pipelines import ALL, TEXT, drawn  # noqa: E402
-from sparge.integrations.diffusers import enable  # noqa: E402
-from sparge.integrations.diffusers.rows import ROWS  # noqa: E402
-from sparge.tune import MASK, Session, SharedHeads  # noqa: E402
+
+import sparge
+from benchmarks.tiny_models import pipelines
+from benchmarks.tiny_models.adapted import adapt
+from benchmarks.tiny_models.pipelines import ALL, TEXT, drawn
+from sparge.integrations.diffusers import enable
+from sparge.integrations.diffusers.rows import ROWS
+from sparge.tune import MASK, Session, SharedHeads
 
 pytestmark = pytest.mark.usefixtures("reference_allowed", "no_mode_left")
+
+diffusers: Any = sys.modules["diffusers"]  # its parts are found when they are asked for
 
 diffusers.logging.set_verbosity_error()
 #: Settings with which tiny calls may be sparse.

@@ -9,15 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-REASON = "needs diffusers, transformers and accelerate (requirements-dev.txt)"
-diffusers: Any = pytest.importorskip("diffusers", reason=REASON)
+from tests.integrations.needed import REASON
 
-from diffusers.models import attention_dispatch as dispatch  # noqa: E402
+pytest.importorskip("diffusers", reason=REASON)
 
-from benchmarks.tiny_models import pipelines  # noqa: E402
-from sparge import SparsePolicy, Unsupported  # noqa: E402
-from sparge.common.metrics import rel_l2  # noqa: E402
-from sparge.integrations.diffusers import register_backend  # noqa: E402
+from diffusers.models import attention_dispatch as dispatch
+
+from benchmarks.tiny_models import pipelines
+from sparge import SparsePolicy, Unsupported
+from sparge.common.metrics import rel_l2
+from sparge.integrations.diffusers import register_backend
 
 pytestmark = pytest.mark.usefixtures("reference_allowed")
 WHOLE, FEW = SparsePolicy(topk=1.0), SparsePolicy(topk=0.3)

@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-REASON = "needs diffusers and transformers (requirements-dev.txt)"
+from tests.integrations.needed import REASON
+
 pytest.importorskip("diffusers", reason=REASON)
 pytest.importorskip("transformers", reason=REASON)
 
-import sparge  # noqa: E402
-from benchmarks.tiny_models.pipelines import ALL, Tiny  # noqa: E402
-from sparge.common import compiling  # noqa: E402
-from sparge.integrations.diffusers import enable  # noqa: E402
+import sparge
+from benchmarks.tiny_models.pipelines import ALL, Tiny
+from sparge.common import compiling
+from sparge.integrations.diffusers import enable
 
 pytestmark = pytest.mark.usefixtures("reference_allowed", "no_mode_left", "fresh_dynamo")
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,17 +11,18 @@ from typing import Any
 import pytest
 import torch
 
-REASON = "needs diffusers, transformers and accelerate (requirements-dev.txt)"
-diffusers: Any = pytest.importorskip("diffusers", reason=REASON)
+from tests.integrations.needed import REASON
+
+pytest.importorskip("diffusers", reason=REASON)
 pytest.importorskip("transformers", reason=REASON)
 
-from benchmarks.tiny_models.pipelines import ALL, Tiny  # noqa: E402
-from sparge.integrations.diffusers import enable  # noqa: E402
-from sparge.integrations.diffusers.fingerprint import fingerprint_of  # noqa: E402
-from sparge.tune import Measurement, Profile, ProfileError  # noqa: E402
+from benchmarks.tiny_models.pipelines import ALL, Tiny
+from sparge.integrations.diffusers import enable
+from sparge.integrations.diffusers.fingerprint import fingerprint_of
+from sparge.tune import Measurement, Profile, ProfileError
 
 pytestmark = pytest.mark.usefixtures("reference_allowed", "no_mode_left")
-
+diffusers: Any = sys.modules["diffusers"]  # its parts are found when they are asked for
 diffusers.logging.set_verbosity_error()
 #: The second run of a profile has no dense step, nor one that is measured.
 FROM_START: dict[str, Any] = {"min_tokens": 100, "start_percent": 0.0}

@@ -14,15 +14,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-REASON = "needs diffusers, transformers and accelerate (requirements-dev.txt)"
+from tests.integrations.needed import REASON
+
 pytest.importorskip("diffusers", reason=REASON)
 pytest.importorskip("transformers", reason=REASON)
 
-from benchmarks.tiny_models.pipelines import ALL, Tiny  # noqa: E402
-from sparge.common.compiling import untraced  # noqa: E402
-from sparge.integrations.diffusers import enable  # noqa: E402
-from sparge.integrations.diffusers.forward import Forward  # noqa: E402
-from sparge.integrations.diffusers.handle import Handle  # noqa: E402
+from benchmarks.tiny_models.pipelines import ALL, Tiny
+from sparge.common.compiling import untraced
+from sparge.integrations.diffusers import enable
+from sparge.integrations.diffusers.forward import Forward
+from sparge.integrations.diffusers.handle import Handle
 
 pytestmark = pytest.mark.usefixtures("reference_allowed", "no_mode_left")
 
@@ -31,7 +32,7 @@ STEPS = 3
 
 
 class Stopped(BaseException):
-    """What ComfyUI's Cancel is like."""
+    """Interrupt that is no Exception, as ComfyUI's Cancel is."""
 
 
 def calls_of(handle: Handle) -> tuple[int, int, int]:

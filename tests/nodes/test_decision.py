@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What decides that a call is dense: what it is, the window of steps, and dense_blocks."""
+"""Reasons why a call is dense: what it is, the window of steps, and dense_blocks."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the notes in the graphs say. What must be read first is in headings, whose letters alone are
+"""Texts of the notes in the graphs. Headings have what must be read first: only their letters are
 large enough when a graph opens. No `code` marks: in Nodes 2.0 they are blue on brown."""
 
 from __future__ import annotations
