@@ -2,7 +2,8 @@
 """Seconds of whole sampling runs in pipelines of diffusers, as they are and with sparse attention.
 
 python -m benchmarks.diffusers_run [--models cogvideox-2b mochi] [--steps 20] [--topk 0.2]
-    [--start-percent 0.1] [--native-steps 10] [--mochi-frames 85] [--out FILE]
+    [--start-percent 0.1] [--native-steps 10] [--mochi-frames 85] [--compile] [--flash]
+    [--out FILE]
 python -m benchmarks.diffusers_run --tiny --device cpu    # the script itself, in seconds
 
 Transformers of the published sizes with random bf16 weights, made on the GPU; prompts are random
@@ -14,6 +15,9 @@ saved_of_what_can_be is the share of native_seconds - free_seconds that the seco
 first_seconds and second_seconds are of two runs with `sparge.integrations.diffusers.enable`; the
 first of a machine also compiles the kernels and measures the GPU. ratio is native_seconds over
 second_seconds. diffusers may be anywhere on PYTHONPATH.
+
+--compile compiles the blocks of the transformer in all of these runs. --flash leaves cuDNN's
+attention to none of them, which PyTorch prefers on Hopper GPUs and ComfyUI does not.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ import json
 import os
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,12 +37,15 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.timing import commit, require_kernels
 from sparge.integrations.diffusers import Handle, enable
 from sparge.tune.ways import REFERENCE_VARIABLE
 
 WARM_UP_STEPS = 2
+#: Kernels of PyTorch's attention but cuDNN's.
+NOT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @dataclass(frozen=True)
@@ -148,6 +156,11 @@ class Sampler:
             )
         return self._now() - started, out[0]
 
+    def warm_seconds(self, steps: int) -> float:
+        """Seconds of a run after a short one, which compiles what is to be compiled."""
+        self.seconds(WARM_UP_STEPS)
+        return self.seconds(steps)[0]
+
     def _now(self) -> float:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -161,10 +174,12 @@ def _free_attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: An
 def measure(name: str, model: Model, args: argparse.Namespace) -> dict[str, Any]:
     """Row of one model: its times, and what the handle says."""
     sampler = Sampler.of(model, args.device)
-    sampler.seconds(WARM_UP_STEPS)
-    native, _ = sampler.seconds(args.native_steps)
+    if args.compile:
+        for block in sampler.pipe.transformer.transformer_blocks:
+            block.compile()
+    native = sampler.warm_seconds(args.native_steps)
     with mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", _free_attention):
-        free, _ = sampler.seconds(args.native_steps)
+        free = sampler.warm_seconds(args.native_steps)
     native, free = (x * args.steps / args.native_steps for x in (native, free))
     with enable(
         sampler.pipe,
@@ -178,6 +193,7 @@ def measure(name: str, model: Model, args: argparse.Namespace) -> dict[str, Any]
         row = {
             "model": name, **model.size, "steps": args.steps, "topk": args.topk,
             "start_percent": args.start_percent, "native_steps": args.native_steps,
+            "compiled": args.compile, "flash": args.flash,
             "native_seconds": native, "free_seconds": free, "first_seconds": first,
             "second_seconds": second, "ratio": native / second,
             "saved_of_what_can_be": (native - second) / (native - free), **_facts(handle),
@@ -186,6 +202,10 @@ def measure(name: str, model: Model, args: argparse.Namespace) -> dict[str, Any]
     on_gpu = args.device.type == "cuda"
     row["gpu"] = torch.cuda.get_device_name(args.device) if on_gpu else str(args.device)
     return row | {"torch": torch.__version__, "commit": args.commit or commit()}
+
+
+def _kernels(args: argparse.Namespace) -> AbstractContextManager[Any]:
+    return sdpa_kernel(NOT_CUDNN) if args.flash else nullcontext()
 
 
 def _facts(handle: Handle) -> dict[str, Any]:
@@ -209,6 +229,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--topk", type=float, default=0.2)
     parser.add_argument("--start-percent", type=float, default=0.1)
     parser.add_argument("--mochi-frames", type=int, default=85, help="163 takes four times as long")
+    parser.add_argument("--compile", action="store_true", help="the transformer's blocks")
+    parser.add_argument("--flash", action="store_true", help="PyTorch without cuDNN's attention")
     parser.add_argument("--device", type=torch.device, default=torch.device("cuda"))
     parser.add_argument("--tiny", action="store_true", help="little models, for the script itself")
     parser.add_argument("--commit", default="", help="in a copy of the repository without history")
@@ -227,7 +249,8 @@ def main(arguments: list[str] | None = None) -> None:
         model = MODELS[name]
         if name == "mochi":
             model = replace(model, size=model.size | {"num_frames": args.mochi_frames})
-        row = measure(name, tiny(model) if args.tiny else model, args)
+        with _kernels(args):
+            row = measure(name, tiny(model) if args.tiny else model, args)
         print(row.pop("report"))
         print(
             f"{name}: native {row['native_seconds']:.3g} s, first run {row['first_seconds']:.3g} s,"

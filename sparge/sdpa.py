@@ -21,6 +21,7 @@ from .call_stats import CallStats, count_exact, opened
 from .checks.argument import check_kind, whole_number
 from .checks.padding import torch_mask_padding
 from .checks.torch_call import as_autocast, why_exact
+from .common.compiling import keep_to_graphs
 from .common.torch_attention import TORCH_ATTENTION
 from .policy import SparsePolicy
 
@@ -149,6 +150,7 @@ class AttentionMode(TorchFunctionMode):
         """serve: takes the arguments of a call; gives None for one that stays torch's."""
         super().__init__()
         self._serve = serve
+        keep_to_graphs(AttentionMode.__torch_function__)
 
     def note_hidden(self) -> None:
         """Takes note of a call of torch.nn.MultiheadAttention, which hides its attention."""

@@ -9,6 +9,7 @@ There attention is traced as without a session, which makes it dense.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -28,6 +29,17 @@ def constant_in_graphs(function: _Function) -> _Function:
     does, without its import of torch._dynamo (0.4 s)."""
     vars(function)["_dynamo_marked_constant"] = True
     return function
+
+
+def keep_to_graphs(function: Callable[..., Any]) -> None:
+    """Keeps torch.compile from making graphs of this function itself, of which a mode asked about
+    many functions would get one for each. In a graph of its caller it is traced as before."""
+    if torch.compiler.is_compiling():
+        return
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # not there until something is compiled
+    skip_code = getattr(dynamo, "skip_code", None)
+    if skip_code is not None:
+        skip_code(function.__code__)
 
 
 def is_traced_whole() -> bool:

@@ -18,6 +18,7 @@ import sparge
 from benchmarks.tiny_models.pipelines import ALL, Tiny
 from sparge.common import compiling
 from sparge.integrations.diffusers import enable
+from sparge.sdpa import AttentionMode
 
 pytestmark = pytest.mark.usefixtures("reference_allowed", "no_mode_left", "fresh_dynamo")
 
@@ -70,6 +71,20 @@ def test_a_compiled_model_gives_the_same_bits(
         assert torch.equal(tiny(STEPS), expected)
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
         assert handle.result is not None and handle.result.tally.sparse == calls > 0
+
+
+def test_the_mode_gets_no_graphs_of_its_own() -> None:
+    """Mochi's attention has steps that break a graph. Each function in them asks the mode, and
+    torch would warn that it compiled that too often."""
+    tiny = ALL["Mochi"]()
+    for block in tiny.pipe.transformer.transformer_blocks:
+        block.compile(backend="eager")
+    with enable(tiny.pipe, "manual", **SETTINGS) as handle:
+        tiny(STEPS)
+    assert handle.result is not None and handle.result.tally.sparse > 0
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    code = AttentionMode.__torch_function__.__code__
+    assert not torch._dynamo.eval_frame._debug_get_cache_entry_list(code)
 
 
 def test_a_whole_graph_inside_sdpa() -> None:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from ...call_stats import count_exact
 from ...checks.argument import check_kind, whole_number
 from ...checks.torch_call import TorchCall
-from ...common.compiling import has_been_traced, untraced
+from ...common.compiling import has_been_traced, keep_to_graphs, untraced
 from ...order.places import dealt_places, parts_of
 from ...policy import SparsePolicy
 from ...sampling import TokenLayout
@@ -148,6 +148,7 @@ class _Mode(AttentionMode):
     def __init__(self, attend: RankAttention) -> None:
         super().__init__(self._result)
         self._attend = attend
+        keep_to_graphs(_Mode.__torch_function__)
 
     def _result(self, *args: Any, **kwargs: Any) -> Tensor:
         call = TorchCall(*args, **kwargs)
