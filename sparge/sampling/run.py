@@ -14,7 +14,7 @@ from ..common.failures import Failures
 from ..kernels import capabilities
 from ..speed import Backend, known_table, speed_table
 from ..tune import Fingerprint, Profile, Session, SigmaWindow, Tally
-from ..tune.head_table import Untracked
+from ..tune.head_measuring import Untracked
 from ..tune.ways import SpeedOf, speed_matters
 from .layout import TokenLayout
 from .result import RunResult

@@ -7,7 +7,8 @@ from .call import Call, DenseOnce
 from .candidates import CandidateSet
 from .facts import Conditioning, Layout, PassFacts, Place
 from .fingerprint import Fingerprint, Fit, Verdict
-from .head_table import FAILED, HeadTable
+from .head_measuring import FAILED
+from .head_table import HeadTable
 from .head_weights import mean_error
 from .kernel_measure import kernel_measure, measure_for
 from .layer_spans import LayerSpans

@@ -15,7 +15,8 @@ from ..order.grid import TokenOrder
 from ..stats import AttentionStats
 from .call import Call
 from .facts import PassFacts
-from .head_table import COND, Untracked
+from .head_measuring import Untracked
+from .head_table import COND
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,44 +3,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-
 import torch
 from torch import Tensor
 
-from ..errors import Unsupported
 from ..head_settings import HeadSettings
 from ..order.grid import TokenOrder
 from ..order.variants import VARIANTS
 from ..policy import SparsePolicy
 from ..speed.measuring_cost import AGAIN_CALLS
 from .aim import Aim
-from .call import Call, DenseOnce
-from .facts import PassFacts, Place
-from .finite_rows import FiniteRows
-from .kernel_measure import measure_for
-from .measurement import Measurement
+from .call import Call
+from .facts import PassFacts
+from .head_measuring import NOT_MEASURED, HeadMeasuring, Untracked, entries
 from .probe import Probe
-from .schedule import MeasuringSchedule
 from .settings_table import LayerSettings, SettingsTable
 from .shape import Shape
 from .shared_heads import ALONE, SharedHeads
 from .step_settings import StepSettings, probe_number
 from .ways import Choice, RunLength, Ways
 
-NOT_MEASURED = "this layer could not be measured"
-NO_ROOM = "more attention calls in one block than there is room for"
 NOT_IN_PROFILE = "the profile has nothing for this layer"
-NO_MEMORY = "not enough memory to measure this layer"
-TOO_SHORT = "too few steps are left to pay for measuring"
-#: Measuring, or sparse computation, raised an error.
-FAILED = "an error of Sparge Attention (see the log)"
 
 #: Number of the conditioning that is measured again while steps are sparse: the positive prompt.
 COND = 0
-#: Context around allocations that other calls of a layer do without.
-Untracked = Callable[[], AbstractContextManager[None]]
 
 
 class HeadTable:
@@ -63,19 +48,13 @@ class HeadTable:
         are chosen, and of this one's own in all that it gives out."""
         self.shape, self.rows, self.device = shape, rows, device
         self.probe: Probe | None = None
-        self.why_dense: str | None = None
         self.from_profile = False
         """Whether settings are those of a profile: what they were measured on may be another
         model.
         """
-        self.one_order = False
-        """Heads were measured in one way through the tokens: more would have cost too much."""
-        self._ways, self._run, self._untracked = ways, run, untracked
-        self._shared = shared
+        self._untracked, self._shared = untracked, shared
         self.heads = len(range(shape.heads)[shared.own(shape.heads)])
         """Number of heads of this process."""
-        self._failed: set[int] = set()  # rows that could not be measured, though others go on
-        self._is_settled = False  # how much is measured
         self._aim, self._policy = aim, policy
         self._workload = shape.workload()
         self._workload.order.on(device)  # copied there now, not inside a call
@@ -83,17 +62,18 @@ class HeadTable:
         # Worked out before steps begin: there the GPU would wait for it.
         by_rank = self._workload.density(range(self._workload.key_blocks + 1))
         self._kept_by_rank = torch.from_numpy(by_rank).float()
-        self._measurement: Measurement | None = None
-        self._schedule = MeasuringSchedule()
-        self._again = 0  # times that heads are measured again
+        self.measuring = HeadMeasuring(
+            rows,
+            self.heads,
+            float(self._kept_by_rank[0]),
+            self._workload,
+            device,
+            ways,
+            run,
+            untracked,
+            shared,
+        )
         self._place_again: int | None = None  # index in the batch of the pass
-        self._batch_entries = 1  # entries in that batch
-        self._finite: FiniteRows | None = None
-        self.not_finite: dict[int, str] = {}
-        """Rows whose dense results were not finite, with the reason why they stay dense."""
-        self._called: set[int] = set()  # rows of dense calls
-        self._measured_rows: set[int] = set()
-        self._refusals: dict[int, str] = {}
         self._of_layers: LayerSettings | None = None
         self._steps: StepSettings | None = None
         self._facts: PassFacts | None = None  # facts of the running pass
@@ -124,15 +104,12 @@ class HeadTable:
         """Begins a pass. Waits for the GPU where settings are made."""
         self._facts = facts
         may_be_sparse = facts.why_dense is None
-        self._batch_entries = len(facts.conditioning)
-        if self._steps is None and self.why_dense is None:
-            if may_be_sparse and self._schedule.is_done(facts.conditioning, self._missed):
-                self._choose(facts.place)
+        if self._steps is None and self.measuring.why_dense is None:
+            if may_be_sparse and self.measuring.is_done(facts):
+                self._choose(facts)
             else:
-                self._schedule.begin_pass(facts.conditioning, may_be_sparse, facts.is_last_dense)
-                self._prepare()
-        if self._finite is not None and self._measurement is None:
-            self._find_not_finite()
+                self.measuring.begin_pass(facts)
+        self.measuring.find_not_finite()
         if self._steps is not None and may_be_sparse:
             self._begin_step(self._steps, facts)
             found = COND in facts.conditioning and self._steps.again is not None
@@ -142,143 +119,21 @@ class HeadTable:
         """Works ahead while the GPU still computes the pass. Where heads were measured in it, waits
         for one layer after the other. What waits for other processes is left to the next pass: this
         one may have failed in some."""
-        facts, alone = self._facts, self._shared.alone
-        if alone and self._steps is None and self._measurement is not None and facts is not None:
-            is_dense = facts.why_dense is not None and facts.is_last_dense
-            if is_dense and self._schedule.is_complete and not self._missed:
-                self._choose(facts.place)
+        facts, may_choose = self._facts, self._shared.alone and self._steps is None
+        if may_choose and facts is not None and self.measuring.is_done_early(facts):
+            self._choose(facts)
         if self._steps is not None:
             self._steps.prepare(self._step + 1)
-
-    @property
-    def _missed(self) -> bool:
-        """Whether layers made dense calls, but none that was measured."""
-        return bool(self._called - self._measured_rows - self._refusals.keys())
 
     def order(self, step: int) -> TokenOrder | None:
         """Token order in which the calls of a step are sparse."""
         return self._orders[step % VARIANTS] if self._orders else None
 
-    def _prepare(self) -> None:
-        """Prepares what the measurements of this pass add to."""
-        if self._measurement is not None or not self._schedule.measuring:
-            return
-        try:
-            self._measurement = Measurement.begin(
-                layers=self.rows,
-                heads=self.heads,
-                workload=self._workload,
-                measure=measure_for(self.device),
-                device=self.device,
-            )
-            self._finite = FiniteRows(self.rows, self.device)
-        except ValueError as nothing_to_drop:
-            self.why_dense = str(nothing_to_drop)
-
-    def measure(
-        self, row: int, call: Call, choice: Choice, dense: DenseOnce, timed: Untracked = nullcontext
-    ) -> None:
-        """Inside a dense call: measures it if its pass is to be, and if it may ever be faster
-        sparse. Never waits. choice: for calls like this. timed: context around the measurement
-        alone."""
-        if row in self._failed:
-            self._schedule.measured()
-        if row >= self.rows or row in self._refusals:
-            return
-        least = float(self._kept_by_rank[0])  # share of pairs that is always kept
-        if least >= choice.break_even[False]:
-            self._refusals[row] = choice.why_slower(pools=False)
-            return
-        self._called.add(row)
-        if self._measurement is None or not self._schedule.measuring:
-            return
-        calls = self._schedule.calls_a_measurement
-        if not self._is_settled:
-            self._settle(self._measurement, call, least)
-        if self.why_dense is not None:
-            return
-        # Errors raised here have nothing to do with measuring.
-        out = dense.result()
-        try:
-            with self._untracked(), timed():
-                if self._finite is not None:
-                    self._finite.look(row, call.result_heads_first(out))
-                for qkv in self._entries(call.qkv, self._schedule.measuring):
-                    self._measurement.add(row, *qkv, scale=call.scale, calls=calls)
-        except Unsupported as refusal:
-            self._fail(row, refusal.reason)
-        except torch.OutOfMemoryError:  # the dense call may fit all the same
-            self._fail(row, NO_MEMORY)
-        except Exception:
-            self._fail(row, FAILED)  # once is enough
-            raise
-        else:
-            self._measured_rows.add(row)
-            self._schedule.measured()
-
-    def _fail(self, row: int, reason: str) -> None:
-        """Notes that a layer could not be measured. Other processes, where it may have been, choose
-        when this one does, and without it."""
-        self._refusals[row] = reason
-        if not self._shared.alone and self._measurement is not None:
-            self._failed.add(row)
-            self._measurement.blocks_measured[row] = 0
-            self._schedule.measured()
-
-    def _settle(self, measurement: Measurement, call: Call, least: float) -> None:
-        """Once: layers and conditionings compare only where all measure the same token orders."""
-        most, schedule = len(measurement.order_kinds[0]), self._schedule
-        afforded = self._ways.affordable(
-            call,
-            most,
-            run=self._run,
-            conditionings=schedule.measurements_a_layer,
-            calls=schedule.calls_a_measurement,
-            least=least,
-        )
-        self._is_settled = True
-        if not afforded.pays:
-            self.why_dense, self._measurement, self._finite = TOO_SHORT, None, None
-            return
-        self.one_order, self._again = afforded.order_kinds < most, afforded.again
-        if self.one_order:
-            measurement.measure_one_order()
-
-    def _entries(
-        self, operands: tuple[Tensor, ...], places: Sequence[int]
-    ) -> Iterator[tuple[Tensor, ...]]:
-        """Yields the operands of some entries of the batch: they count one by one, as if ComfyUI
-        had not put them into one batch. A batch that others made counts as one."""
-        rows, others = divmod(operands[0].shape[0], self._batch_entries)
-        if others:
-            yield operands
-            return
-        for place in places:
-            yield tuple(x[place * rows : (place + 1) * rows] for x in operands)
-
-    def _choose(self, place: Place | None) -> None:
+    def _choose(self, facts: PassFacts) -> None:
         """Chooses from what was measured so far. Waits for the GPU."""
-        assert self._measurement is not None  # without one nothing was measured
-        steps = place.steps - place.index if place else None
-        try:
-            self._use(
-                StepSettings(
-                    self._aim,
-                    steps,
-                    measurement=self._measurement,
-                    again=self._again,
-                    shared=self._shared,
-                )
-            )
-        except ValueError:  # no layer gave finite numbers
-            self._find_not_finite()
-            self.why_dense = next(iter(self.not_finite.values()), NOT_MEASURED)
-        self._measurement = None
-
-    def _find_not_finite(self) -> None:
-        """Finds the rows that were not finite. Waits for the GPU."""
-        if self._finite is not None:
-            self.not_finite, self._finite = self._finite.reasons(self._shared), None
+        steps = self.measuring.choose(self._aim, facts.place)
+        if steps is not None:
+            self._use(steps)
 
     def use_profile(self, settings: SettingsTable) -> None:
         """Takes the settings of a profile instead of measuring."""
@@ -309,8 +164,8 @@ class HeadTable:
 
     def head_settings(self, row: int) -> HeadSettings | str:
         """Settings of the heads of a layer, or the reason why it has to stay dense."""
-        if row in self.not_finite:
-            return self.not_finite[row]
+        if row in self.measuring.not_finite:
+            return self.measuring.not_finite[row]
         of_layers = self._of_layers if row < self.rows else None
         head_settings = None if of_layers is None else of_layers[row]
         unknown = NOT_IN_PROFILE if self.from_profile else NOT_MEASURED
@@ -349,7 +204,7 @@ class HeadTable:
 
     def refusal(self, row: int) -> str | None:
         """Reason why a layer cannot be measured whatever comes, or None."""
-        return self.why_dense or (NO_ROOM if row >= self.rows else self._refusals.get(row))
+        return self.measuring.refusal(row)
 
     def looks_at(self, row: int) -> bool:
         """Whether sparse calls of a layer are compared or measured again in this step."""
@@ -371,9 +226,10 @@ class HeadTable:
         go on from what was measured before."""
         if steps.again is None or steps.again.blocks_measured[row]:
             return
+        assert self._facts is not None
         try:
             with self._untracked():
-                for qkv in self._entries(call.qkv, [place]):
+                for qkv in entries(call, [place], len(self._facts.conditioning)):
                     steps.again.add(row, *qkv, scale=call.scale, calls=AGAIN_CALLS)
         except torch.OutOfMemoryError:
             steps.give_up_again()

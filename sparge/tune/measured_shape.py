@@ -56,7 +56,7 @@ class MeasuredShape:
             layers,
             *of_layers,
             order_kinds=order_kinds,
-            one_order=table.one_order,
+            one_order=table.measuring.one_order,
         )
 
     def lines(self) -> Iterator[str]:

@@ -33,7 +33,8 @@ from .block_maps import BlockMaps, LayerMaps
 from .eight_bit import EightBitDense
 from .facts import Conditioning, Layout, PassFacts, Place
 from .fingerprint import Fingerprint
-from .head_table import HeadTable, Untracked
+from .head_measuring import Untracked
+from .head_table import HeadTable
 from .model import Model
 from .profile import Profile
 from .records import Densities, PassRecord, RunTime

@@ -190,7 +190,7 @@ class SessionPass:
                 return why_dense or MEASURING
         if not table.is_chosen:
             timed = partial(self._timed, Way.MEASURING, call)
-            table.measure(row, call, looks.choice, dense, timed)
+            table.measuring.measure(row, call, looks.choice, dense, timed)
             return why_dense or table.refusal(row) or MEASURING
         if why_dense is not None:
             return why_dense

@@ -16,7 +16,8 @@ import torch
 from ..policy import SparsePolicy
 from .aim import Aim
 from .facts import Layout, PassFacts
-from .head_table import HeadTable, Untracked
+from .head_measuring import Untracked
+from .head_table import HeadTable
 from .profile import Profile
 from .shape import Shape, table_of
 from .ways import RunLength, Ways

@@ -218,7 +218,8 @@ def test_what_cannot_be_measured_stays_dense_with_its_reason(
     def refuse(sample):
         raise error(load_pack("sparge"))
 
-    monkeypatch.setattr(load_pack("sparge.tune.head_table"), "measure_for", lambda device: refuse)
+    measuring = load_pack("sparge.tune.head_measuring")
+    monkeypatch.setattr(measuring, "measure_for", lambda device: refuse)
     got = sampled(step, [0.5, 0.4], start_percent=0.0, **AUTO)
     assert got.tally.reasons == {reason: 2 * BLOCKS}
 

@@ -61,7 +61,7 @@ def chosen(load_pack, table_of):
         for conditioning, *qkv in passes:
             table.begin_pass(tune.PassFacts(conditioning, 0, "before start_percent", True))
             own, call = partial(scaled_dot_product_attention, *qkv), tune.Call(*qkv)
-            table.measure(0, call, tune.Ways().choice(call), tune.DenseOnce(own))
+            table.measuring.measure(0, call, tune.Ways().choice(call), tune.DenseOnce(own))
         table.begin_pass(tune.PassFacts(passes[0][0], 1))
         return table.settings
 
@@ -86,6 +86,6 @@ def test_conditionings_are_measured_alike_in_a_batch_and_apart(call_of, chosen):
 
 
 def test_a_call_past_the_last_row_says_that_there_is_no_room(load_pack, table_of):
-    module, table = load_pack("sparge.tune.head_table"), table_of(3, rows=3)
+    module, table = load_pack("sparge.tune.head_measuring"), table_of(3, rows=3)
     assert [table.refusal(row) for row in (2, 3)] == [None, module.NO_ROOM]
     assert [table.head_settings(row) for row in (2, 3)] == [module.NOT_MEASURED, module.NO_ROOM]

@@ -90,7 +90,7 @@ def test_those_that_come_later_may_be_anyones(told):
 def test_what_is_not_finite_in_eight_bits_alone_is_not_the_models(load_pack, told, monkeypatch):
     line = told(nothing).line
     assert "NaN" not in line and " inf" not in line
-    measured = load_pack("sparge.tune.head_table").measure_for
+    measured = load_pack("sparge.tune.head_measuring").measure_for
 
     def broken(device):
         def measure(sample):
@@ -100,7 +100,7 @@ def test_what_is_not_finite_in_eight_bits_alone_is_not_the_models(load_pack, tol
 
         return measure
 
-    monkeypatch.setattr(load_pack("sparge.tune.head_table"), "measure_for", broken)
+    monkeypatch.setattr(load_pack("sparge.tune.head_measuring"), "measure_for", broken)
     got = told(nothing)
     assert got.tally.reasons["this layer could not be measured"] == 3 * BLOCKS
     assert "NaN" not in got.line

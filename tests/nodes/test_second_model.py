@@ -43,7 +43,8 @@ def two_models(session, patch, runs, generator):
 
 def test_it_is_measured_by_itself(two_models):
     _, run = two_models()
-    assert [len(table._measured_rows) for table in run.session.tables.chosen] == [BLOCKS] * 2
+    measured = [table.measuring.measured_rows for table in run.session.tables.chosen]
+    assert [len(rows) for rows in measured] == [BLOCKS] * 2
     assert len(run.session.tables.chosen_of_sampled) == 1
     assert run.notes[0].startswith("the guider runs a second model")
     assert run.notes[0].endswith("measured apart")
