@@ -46,7 +46,8 @@ class Likeness:
     """How alike two clips are."""
 
     psnr: float
-    """Peak signal-to-noise ratio of all frames together, in dB; infinite for equal clips."""
+    """Peak signal-to-noise ratio of all frames together, in dB; infinite for equal clips, NaN or
+    minus infinity where pixels are no numbers."""
     similarity: float
     """Mean structural similarity of brightness; 1 for equal clips."""
 
@@ -60,8 +61,10 @@ class Likeness:
         return cls(psnr, sum(found) / len(found))
 
     def __str__(self) -> str:
-        if math.isinf(self.psnr):
+        if self.psnr == math.inf:
             return "The clips are equal"
+        if not math.isfinite(self.psnr):
+            return "A clip has pixels that are no numbers, so the clips cannot be compared"
         called = next(words for least, words in CALLED if self.psnr >= least)
         return f"{called}: {self.psnr:.1f} dB PSNR, SSIM {self.similarity:.3f}"
 

@@ -84,15 +84,20 @@ def nodes_behind(node_id: str | None, kind: str) -> dict[str, Mapping[str, Any]]
         return {}
     graph = progress.get_progress_state().dynprompt
     found: dict[str, Mapping[str, Any]] = {}
-    for each in graph.all_node_ids():
+    known = graph.all_node_ids()
+    for each in known:
         node = graph.get_node(each)
         inputs = node["inputs"]
         if node["class_type"] != kind:
             continue
-        while isinstance(link := node["inputs"].get("model"), list):
+        passed: set[str] = set()
+        while isinstance(link := node["inputs"].get("model"), list) and link:
             if (source := str(link[0])) == node_id:
                 found[each] = inputs
                 break
+            if source in passed or source not in known:  # a part of the graph that does not run
+                break
+            passed.add(source)
             node = graph.get_node(source)
     return found
 

@@ -22,6 +22,8 @@ NO_RUN = (
     "No sampler has run this model yet. Connect the latent of the sampler that uses it, so that "
     "the report comes after it."
 )
+#: ComfyUI makes this text of null in an API graph: no name.
+NULL = "None"
 NOT_SAVED_OF_ANOTHER = "No profile was saved, for it would be of another run than this latent."
 
 
@@ -80,7 +82,7 @@ class SpargeAttentionReport(io.ComfyNode):
         warnings, saved = [], []
         if other := _of_another_run(latent, hook.last_shape):
             warnings.append(other)
-        name = save_profile.strip()
+        name = "" if save_profile.strip() == NULL else save_profile.strip()
         if name and other:
             warnings.append(NOT_SAVED_OF_ANOTHER)
         elif name:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 import runpy
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,15 @@ def test_named_targets_modules_and_files_exist(name: str) -> None:
     folders = "sparge|nodes|csrc|tools|tests|workflows|subgraphs|benchmarks|docs|shim|web"
     for file in re.findall(rf"`((?:{folders})/[\w./-]+)`", text):
         assert (ROOT / file).exists(), file
+    assert set(re.findall(r"`(test_\w+)`", text)) <= names_of_tests()
+
+
+@cache
+def names_of_tests() -> set[str]:
+    files = (ROOT / "tests").rglob("test_*.py")
+    return {
+        name for file in files for name in re.findall(r"def (test_\w+)", file.read_text("utf-8"))
+    }
 
 
 def test_experiments_that_code_refers_to_exist() -> None:

@@ -29,6 +29,8 @@ from sparge.tune import (
     Session,
     Ways,
 )
+from sparge.tune.error_table import ErrorTable
+from sparge.tune.fetched_sums import FetchedSums
 from sparge.tune.ways import RunLength
 
 GRID = TokenGrid(4, 12, 14, prefix=8)  # 680 tokens: 6 query blocks, 11 key blocks
@@ -246,6 +248,30 @@ def test_layers_shapes_and_layouts_are_checked(qkv) -> None:
     ):  # fmt: skip
         with pytest.raises(ValueError, match=named):
             running.attend(layer, *given, layout=layout)
+    prompts = session_of().begin_step(0, MODEL, "cpu", conditioning=(0, 1))
+    with pytest.raises(ValueError, match="names 2 prompts and the batch has 1 entries"):
+        prompts.attend(0, *qkv)
+
+
+def test_a_choice_that_was_interrupted_is_made_in_the_next_step(qkv, monkeypatch) -> None:
+    session, choose = session_of(), FetchedSums.error_table
+    tries = []
+
+    def interrupted_once(sums: FetchedSums) -> ErrorTable:
+        tries.append(sums)
+        if len(tries) == 1:
+            raise KeyboardInterrupt
+        return choose(sums)
+
+    monkeypatch.setattr(FetchedSums, "error_table", interrupted_once)
+    for step in range(STEPS):
+        try:
+            running = session.begin_step(step, ONE_LAYER, "cpu")
+            running.attend(0, *qkv)
+            running.end()
+        except KeyboardInterrupt:
+            assert step == DENSE - 1
+    assert len(tries) == 2 and not running.reasons
 
 
 @pytest.mark.parametrize("aim", [None, BUDGET], ids=["manual", "auto"])

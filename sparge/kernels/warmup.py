@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 
+from ..common.failures import MEANT_FOR_HOST
 from ..errors import KernelBuildError, Unsupported
 from .device import capabilities
 from .driver import DriverError
@@ -30,6 +31,7 @@ logger = logging.getLogger("sparge")
 
 KERNEL_DID_NOT_COMPILE = "a kernel did not compile (see the log)"
 KERNEL_DID_NOT_LOAD = "the driver did not take a kernel (see the log)"
+NO_KERNELS = "an error while kernels were made ready (see the log)"
 
 Show = Callable[[str], None]
 
@@ -114,9 +116,12 @@ class Warmup:
             logger.error("[Sparge] %s", self._error)
             compiled = isinstance(self._error, DriverError)
             return KERNEL_DID_NOT_LOAD if compiled else KERNEL_DID_NOT_COMPILE
-        if self._error is not None:
+        if self._error is None:
+            return None
+        if isinstance(self._error, MEANT_FOR_HOST) or not isinstance(self._error, Exception):
             raise self._error
-        return None
+        logger.error("[Sparge] %s. Please report it.", NO_KERNELS, exc_info=self._error)
+        return NO_KERNELS
 
     @property
     def may_go_better(self) -> bool:

@@ -77,7 +77,7 @@ def main(arguments: list[str] | None = None) -> None:
         for line in post.block(table, device):
             print(line, flush=True)
     if not (kept or measured):
-        print(f"No table: {capabilities(torch.device('cuda')).reason or 'memory is full'}.")
+        print(f"No table: {capabilities(torch.device('cuda')).reason or 'Memory is full.'}")
 
 
 if __name__ == "__main__":

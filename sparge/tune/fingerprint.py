@@ -60,9 +60,12 @@ class Fingerprint:
         )
 
     @classmethod
-    def of_network(cls, network: nn.Module, **marks: Tensor) -> Fingerprint:
-        """Fingerprint of a few norms, spread over the depth of a model. marks: other samples, such
-        as of what is patched onto its weights. Waits for the GPU."""
+    def of_network(
+        cls, network: nn.Module, instead: Mapping[str, Tensor] | None = None, **marks: Tensor
+    ) -> Fingerprint:
+        """Fingerprint of a few norms, spread over the depth of a model. instead: weights by name
+        that the model has in place of its present ones. marks: other samples, such as of what is
+        patched onto its weights. Waits for the GPU."""
         network = getattr(network, "_orig_mod", network)  # torch.compile's wrapper
         norms = {
             name.replace(_WRAPPED, ""): weight.as_subclass(Tensor)  # GGUF has a class of its own
@@ -71,7 +74,9 @@ class Fingerprint:
             and weight.is_floating_point() and not weight.is_meta
         }  # fmt: skip
         names = sorted(norms)[:: max(1, len(norms) // NORMS)][:NORMS]
-        return cls.of(type(network).__name__, {name: norms[name] for name in names} | marks)
+        instead = instead or {}
+        chosen = {name: instead.get(name, norms[name]) for name in names}
+        return cls.of(type(network).__name__, chosen | marks)
 
     def compare(self, measured_on: Fingerprint) -> Verdict:
         """Whether what was measured on another fingerprint holds for this one."""

@@ -181,15 +181,17 @@ class HeadMeasuring:
         for the GPU. place: of the first step that they are for."""
         assert self._measurement is not None  # without one nothing was measured
         steps = place.steps - place.index if place else None
-        measurement, self._measurement = self._measurement, None
         try:
-            return StepSettings(
-                aim, steps, measurement=measurement, again=self._again, shared=self._shared
+            chosen = StepSettings(
+                aim, steps, measurement=self._measurement, again=self._again, shared=self._shared
             )
         except ValueError:
+            chosen = None
+        self._measurement = None  # after an interrupt it is there for another try
+        if chosen is None:
             self.find_not_finite()
             self.why_dense = next(iter(self.not_finite.values()), NOT_MEASURED)
-            return None
+        return chosen
 
     def find_not_finite(self) -> None:
         """Once measuring has ended, finds the rows that were not finite. Waits for the GPU."""

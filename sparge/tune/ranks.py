@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..checks.argument import whole_number
+from ..checks.argument import check_tensor, whole_number
 
 
 def heads_of_rank(heads: int, rank: int, ranks: int) -> slice:
@@ -52,8 +52,9 @@ def balanced_heads(work: Tensor, ranks: int) -> Tensor:
     work: (heads,) of each head, such as measured densities. Waits for its device.
 
     Raises:
-        ValueError: `ranks` does not divide the heads.
+        ValueError: `work` is no tensor, or `ranks` does not divide the heads.
     """
+    check_tensor("work", work, "one number for each head")
     costs = work.double().tolist()
     room, left = divmod(len(costs), whole_number("ranks", ranks, 1))
     if left:

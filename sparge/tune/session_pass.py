@@ -95,9 +95,18 @@ class SessionPass:
         q, k, v and the result are (B, H, N, D) for layout "HND", (B, N, H, D) for "NHD". exact
         gives the result of exact attention in that layout; `scaled_dot_product_attention` without
         it.
+
+        Raises:
+            ValueError: an argument is none of these, or the batch is not of the pass's prompts.
         """
         layer = whole_number("layer", layer, 0)
         call = Call.of(q, k, v, layout, scale)
+        entries, prompts = call.q.shape[0], len(self.facts.conditioning)
+        if entries % prompts:
+            raise ValueError(
+                f"conditioning names {prompts} prompts and the batch has {entries} entries; "
+                f"give one number for each entry, say {tuple(range(entries))}."
+            )
         compute = partial(self.exact, call, exact or call.exact)
         dense = DenseOnce(compute, partial(self.eight_bit, call))
         try:

@@ -334,12 +334,25 @@ def test_what_enable_takes_is_checked() -> None:
         enable(tiny.pipe, policy=sparge.SparsePolicy())
     with pytest.raises(ValueError, match="SimpleNamespace has no transformer and scheduler"):
         enable(SimpleNamespace(unet=tiny.pipe.transformer))
+    others: dict[str, dict[str, Any]] = {
+        'topk is given with mode "auto quality", which takes quality': {"topk": 0.2},
+        'quality is given with mode "manual", which takes topk': {
+            "mode": "manual", "quality": "fast",
+        },
+        "topk is given beside policy": {
+            "mode": "manual", "policy": sparge.SparsePolicy(), "topk": 0.2,
+        },
+        'a quality goes by its name: quality="fast"': {"mode": "fast"},
+    }  # fmt: skip
+    for sentence, options in others.items():
+        with pytest.raises(ValueError, match=sentence):
+            enable(tiny.pipe, **options)
     wrong: list[dict[str, Any]] = [
-        {"topk": "0.5"}, {"start_percent": None}, {"min_tokens": -1}, {"min_tokens": None},
-        {"dense_blocks": [0, 1]}, {"exact_dense": "no"},
+        {"mode": "manual", "topk": "0.5"}, {"start_percent": None}, {"min_tokens": -1},
+        {"min_tokens": None}, {"dense_blocks": [0, 1]}, {"exact_dense": "no"},
     ]  # fmt: skip
     for options in wrong:
-        with pytest.raises(ValueError, match=f"{next(iter(options))} is .*; (it takes|give)"):
+        with pytest.raises(ValueError, match=f"{[*options][-1]} is .*; (it takes|give)"):
             enable(tiny.pipe, **options)
     assert not tiny.pipe.transformer._forward_hooks
 

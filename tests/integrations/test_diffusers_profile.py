@@ -140,7 +140,10 @@ def test_a_lora_on_a_layer_of_a_norm_is_no_model_of_another_size() -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "another mode": ({"mode": "auto quality"}, "this run asks for a mean error of 0.05"),
+    "another mode": (
+        {"mode": "auto quality", "topk": None},
+        "this run asks for a mean error of 0.05",
+    ),
     "another budget": ({"topk": 0.4}, "is for a mean density of 50 % and this run asks for"),
     "manual": ({"mode": "manual"}, "manual mode does not use the profile clip"),
 }

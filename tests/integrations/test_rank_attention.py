@@ -215,6 +215,8 @@ def test_balanced_heads_give_ranks_equal_work_and_the_same_results(make_qkv, gen
     assert before.max() > 1.5 * before.mean() and after.max() < 1.02 * after.mean()
     with pytest.raises(ValueError, match="40 heads are not dealt evenly to 3 ranks"):
         balanced_heads(work, 3)
+    with pytest.raises(ValueError, match="give a torch tensor: one number for each head"):
+        balanced_heads([1.0, 2.0], 2)  # type: ignore[arg-type]
 
     heads = torch.tensor([2, 0, 3, 1])
     qkv = make_qkv(1, 4, 320)

@@ -128,6 +128,7 @@ class Patcher:
         self.model_options: dict[str, Any] = {"transformer_options": {}}
         self.wrappers: dict[str, dict[str, list[Any]]] = {}
         self.patches: dict[str, list[Any]] = {}
+        self.backup: dict[str, Any] = {}
         self.load_device = torch.device("cpu")
         self.model = SimpleNamespace(diffusion_model=diffusion_model or torch.nn.Module())
 

@@ -14,6 +14,7 @@ from tests.nodes.parts import HEADS
 pytestmark = pytest.mark.usefixtures("reference_allowed")
 
 SIGMAS = (1.0, 0.7, 0.4)
+BLOCK_MAP = "SpargeAttentionBlockMap"
 
 
 @pytest.fixture
@@ -24,12 +25,13 @@ def asked_for(monkeypatch):
         nodes = {"2": {"class_type": "SpargeAttention", "inputs": {}}}
         for layer in layers:
             inputs = {"model": ["2", 0], "layer": layer}
-            nodes[f"map {layer}"] = {"class_type": "SpargeAttentionBlockMap", "inputs": inputs}
+            nodes[f"map {layer}"] = {"class_type": BLOCK_MAP, "inputs": inputs}
         graph = SimpleNamespace(all_node_ids=lambda: set(nodes), get_node=nodes.__getitem__)
         state = SimpleNamespace(dynprompt=graph)
         progress = ModuleType("comfy_execution.progress")
         vars(progress)["get_progress_state"] = lambda: state
         monkeypatch.setitem(sys.modules, progress.__name__, progress)
+        return nodes
 
     return put
 
@@ -51,6 +53,16 @@ def run(load_pack, sampled, step):
 @pytest.fixture
 def node(load_pack):
     return load_pack("nodes.sparge_block_map")
+
+
+def test_nodes_that_do_not_run_are_passed_over(asked_for, load_pack):
+    """ComfyUI runs the valid part of a graph: others may have no source, or each other's."""
+    nodes = asked_for(1)
+    for name, source in (("lost", "77"), ("lora a", "lora b"), ("lora b", "lora a")):
+        nodes[name] = {"class_type": BLOCK_MAP, "inputs": {"model": [source, 0], "layer": 5}}
+        nodes[f"behind {name}"] = {"class_type": BLOCK_MAP, "inputs": {"model": [name, 0]}}
+    found = load_pack("nodes.host").nodes_behind("2", BLOCK_MAP)
+    assert found == {"map 1": {"model": ["2", 0], "layer": 1}}
 
 
 @pytest.mark.parametrize("mode", ["manual", "auto budget"])

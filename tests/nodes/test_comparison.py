@@ -44,6 +44,14 @@ def test_equal_clips_and_other_ones(comparison) -> None:
     assert str(far).startswith("Another picture: ")
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_pixels_that_are_no_numbers_do_not_compare(comparison, value: float) -> None:
+    reference, broken = clip(), clip()
+    broken[0, 0, 0] = value
+    said = str(comparison.Likeness.of(reference, broken))
+    assert said == "A clip has pixels that are no numbers, so the clips cannot be compared"
+
+
 def test_a_small_picture_has_a_smaller_window(comparison) -> None:
     picture = clip(1, 5, 7)
     assert math.isclose(comparison.Likeness.of(picture, picture).similarity, 1, rel_tol=1e-5)

@@ -143,6 +143,7 @@ def lora(seed, strength=1.0, keys=300):
     return {f"{i}.weight": [(strength, x, 1.0, None, None)] for i, x in enumerate(adapters)}
 
 
+NORM = "diffusion_model.norm.weight"
 OTHER_LORAS = {
     "values": lora(1),
     "a strength": lora(0) | {"7.weight": lora(0, 0.99)["7.weight"]},
@@ -160,6 +161,20 @@ def test_another_lora_is_told(save, run_once, case):
     assert same.tally.sparse == other.tally.sparse == 2 and same.notes == []
     (note,) = other.notes
     assert "a finetune or a LoRA" in note
+
+
+def test_a_lora_on_a_norm_is_the_same_before_it_is_loaded_and_after(load_pack, patcher):
+    """ComfyUI patches weights in place when it loads a model, and keeps those of the file."""
+    fingerprint_of = load_pack("nodes.profiles").fingerprint_of
+    patcher.model.diffusion_model = model = wan()
+    patcher.patches = {NORM: [(0.8, ("diff", (torch.ones(8),)), 1.0, None, None)]}
+    before = fingerprint_of(patcher)
+    patcher.backup[NORM] = SimpleNamespace(weight=model.norm.weight.detach().clone())
+    with torch.no_grad():
+        model.norm.weight += 0.8
+    assert fingerprint_of(patcher).compare(before).fit.name == "FITS"
+    patcher.backup.clear()
+    assert fingerprint_of(patcher).compare(before).fit.name == "DIFFERENT_WEIGHTS"
 
 
 def test_a_layer_that_a_profile_lacks_says_so(save, run_once):
@@ -309,6 +324,11 @@ def test_a_file_that_was_written_since_is_read_again(saved, folder, load_pack):
 def test_what_cannot_be_saved_costs_nothing_and_is_told(folder, run_once, report, name, run, why):
     last = report(run_once(**run).patched, name).splitlines()[-1]
     assert last == why if why.endswith(".") else last.startswith(why)
+    assert not folder.exists()
+
+
+def test_null_in_an_api_graph_is_no_name(folder, run_once, report):
+    assert "profile" not in report(run_once().patched, str(None)).splitlines()[-1]
     assert not folder.exists()
 
 

@@ -12,7 +12,7 @@ import torch
 
 from ...checks.argument import check_kind
 from ...policy import SparsePolicy
-from ...sampling import AUTO_QUALITY, MANUAL, NamedProfile, Settings
+from ...sampling import AUTO_BUDGET, AUTO_QUALITY, MANUAL, QUALITIES, NamedProfile, Settings
 from ...tune import Profile
 from .handle import Handle
 
@@ -39,8 +39,8 @@ def enable(
     pipe: Any,
     mode: str = AUTO_QUALITY,
     *,
-    quality: str = "balanced",
-    topk: float = 0.5,
+    quality: str | None = None,
+    topk: float | None = None,
     policy: SparsePolicy | None = None,
     start_percent: float = 0.1,
     end_percent: float = 1.0,
@@ -57,9 +57,9 @@ def enable(
             it is moved, offloaded or compiled.
         mode: "auto quality": heads are measured, and made as sparse as `quality` allows; "auto
             budget": they are measured, and share out `topk`; "manual": all follow one policy.
-        quality: "high", "balanced" or "fast".
+        quality: "high", "balanced" (without one) or "fast"; for mode "auto quality".
         topk: share of the attention that sparse steps compute, in the mean of the heads ("auto
-            budget") or in each ("manual").
+            budget") or in each ("manual"); 0.5 without one.
         policy: for mode "manual", in place of `topk`. Text stays exact whatever it says.
         start_percent, end_percent: steps before and after these shares of the run are dense.
         min_tokens: attention over fewer tokens is exact.
@@ -70,19 +70,13 @@ def enable(
             Where it is missing or does not fit the model, the runs measure, and the line says why.
 
     Raises:
-        ValueError: an argument is none of these, or the pipeline has no transformer.
+        ValueError: an argument is none of these or not one of the mode, or the pipeline has no
+            transformer.
     """
-    if policy is not None:
-        check_kind("policy", policy, SparsePolicy, "a SparsePolicy, say SparsePolicy(topk=0.3)")
-        if mode != MANUAL:
-            raise ValueError(
-                f'policy is given with mode "{mode}"; it is for mode "{MANUAL}". The auto modes '
-                "choose themselves: give quality or topk."
-            )
+    goal = _goal(mode, quality, topk, policy)
     settings = _PipelineSettings(
         mode=mode,
-        quality=quality,
-        topk=topk,
+        **goal,
         start_percent=start_percent,
         end_percent=end_percent,
         min_tokens=min_tokens,
@@ -106,3 +100,31 @@ def enable(
     for model in handle.models:
         _enabled[model] = weakref.ref(handle)
     return handle
+
+
+def _goal(
+    mode: str, quality: str | None, topk: float | None, policy: SparsePolicy | None
+) -> dict[str, Any]:
+    """Arguments given of how sparse to be. Raises ValueError for one that the mode does not use."""
+    if mode in QUALITIES:
+        raise ValueError(f'mode is "{mode}"; a quality goes by its name: quality="{mode}".')
+    if policy is not None:
+        check_kind("policy", policy, SparsePolicy, "a SparsePolicy, say SparsePolicy(topk=0.3)")
+        if mode != MANUAL:
+            raise ValueError(
+                f'policy is given with mode "{mode}"; it is for mode "{MANUAL}". The auto modes '
+                "choose themselves: give quality or topk."
+            )
+        if topk is not None:
+            raise ValueError("topk is given beside policy, which has one of its own; give one.")
+    if topk is not None and mode == AUTO_QUALITY:
+        raise ValueError(
+            f'topk is given with mode "{mode}", which takes quality; give mode "{AUTO_BUDGET}" '
+            "for a topk."
+        )
+    if quality is not None and mode in (AUTO_BUDGET, MANUAL):
+        raise ValueError(
+            f'quality is given with mode "{mode}", which takes topk; leave mode out for a quality.'
+        )
+    given = {"quality": quality, "topk": topk}
+    return {name: value for name, value in given.items() if value is not None}

@@ -61,7 +61,13 @@ REPLACED = (
     "NOTHING IS SPARSE; pipe.transformer is another model than when the pipeline was enabled: call "
     "enable again."
 )
-NO_SCHEDULE = "the scheduler has no timesteps, so the step is not known"
+NO_SCHEDULE = "the step is not known, for what the model is given is no timestep of the scheduler"
+NO_INPUTS = (
+    "NOTHING WAS SPARSE; {name} is not known here, and its inputs are not named as usual: "
+    "sparge.sdpa() serves it without measuring."
+)
+#: Names that models have for the latent, which may be a list, and for the timestep.
+_LATENTS, _TIMESTEPS = ("hidden_states", "x"), ("timestep", "timesteps", "t")
 #: Characters of either part of a line, which no box cuts off.
 _WIDEST = 200
 _BACKEND = (
@@ -102,6 +108,7 @@ class Handle:
         self._fingerprint: Fingerprint | None = None  # of the first transformer, in that run
         self._steps: Steps | None = None
         self._prompts = Prompts(pipe)
+        self._remark = ""  # why no run began
         self._hooks = [
             TransformerHooks(self, transformer, which)
             for which, transformer in enumerate(transformers)
@@ -171,6 +178,8 @@ class Handle:
         return bool(models) and own is not None and getattr(own, "_orig_mod", own) not in models
 
     def _not_run(self) -> str:
+        if self._remark:
+            return self._remark
         return f"{NOT_RUN} Or {PLAIN.whole_graph.told}." if has_been_traced() else NOT_RUN
 
     @property
@@ -178,7 +187,8 @@ class Handle:
         """Facts of the last run; None before there is one. Waits for the GPU."""
         if self._run is None:
             return None
-        finished = self._steps is None or self._steps.is_last
+        steps = self._steps
+        finished = steps is None or not steps.are_known or steps.is_last
         return self._run.result(self._fingerprint, stopped=not finished)
 
     def disable(self) -> None:
@@ -214,20 +224,24 @@ class Handle:
                     torch.cuda.current_stream(device).synchronize()
                 forward.run.stop_clock()
 
-    def _begun(self, hooks: TransformerHooks, given: Mapping[str, Any]) -> Forward:
-        hidden: Tensor = given["hidden_states"]
-        row, device = row_of(hooks.model), hidden.device
+    def _begun(self, hooks: TransformerHooks, given: Mapping[str, Any]) -> Forward | None:
+        found = _inputs(given)
+        if found is None:
+            self._remark = NO_INPUTS.format(name=type(hooks.model).__name__)
+            return None
+        latents, timestep = found
+        row, device = row_of(hooks.model), latents[0].device
         timesteps = getattr(self._pipe.scheduler, "timesteps", None)
         if not isinstance(timesteps, Tensor):
             timesteps = None
         known = self._steps.are_of(timesteps) if self._steps else timesteps is None
         if self._run is None or not known:
             self._new_run(device, timesteps)
-        conditioning = self._prompts.of(hooks.pass_name, hidden.shape[0])
-        scale = row.timestep_scale if row else 1.0
-        if self._steps and not self._steps.advance(given["timestep"], scale, conditioning):
+        conditioning = self._prompts.of(hooks.pass_name, len(latents))
+        scale = row.timestep_scale if row else None
+        if self._steps and not self._steps.advance(timestep, scale, conditioning):
             self._new_run(device, timesteps)  # of a scheduler that keeps its timesteps
-            self._steps.advance(given["timestep"], scale, conditioning)
+            self._steps.advance(timestep, scale, conditioning)
         run, steps = self._run, self._steps
         assert run is not None
         layout = layout_of(hooks.model, row, given, len(hooks.blocks) or None)
@@ -239,7 +253,7 @@ class Handle:
             layout = replace(layout, shared=shared)
             if not shared.agree(unusable is None, device):
                 unusable = unusable or ANOTHER
-        if steps is None:
+        if steps is None or not steps.are_known:
             facts = PassFacts(conditioning, 0, NO_SCHEDULE, which=hooks.which)
         else:
             facts = PassFacts(conditioning, steps.now, which=hooks.which)
@@ -291,6 +305,17 @@ class Handle:
             run.note(NOT_ALIKE)
             run.give_up(device, NOT_ALIKE)
         return run
+
+
+def _inputs(given: Mapping[str, Any]) -> tuple[Tensor | list[Tensor], Tensor] | None:
+    """Latents of the batch, and the timestep, of a forward pass with these arguments."""
+    latents: object = next((given[name] for name in _LATENTS if name in given), None)
+    timestep: object = next((given[name] for name in _TIMESTEPS if name in given), None)
+    if isinstance(latents, list):
+        latents = [each for each in latents if isinstance(each, Tensor)]
+    elif not isinstance(latents, Tensor):
+        return None
+    return (latents, timestep) if len(latents) and isinstance(timestep, Tensor) else None
 
 
 def _level(step: int, steps: int) -> float:

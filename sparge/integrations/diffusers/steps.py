@@ -3,11 +3,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 from ...tune import Conditioning
+
+#: What pipelines make of the scheduler's timesteps, for models without a row.
+_FORMS: tuple[Callable[[Tensor], Tensor], ...] = (
+    lambda values: values,
+    lambda values: values / 1000,
+    lambda values: 1 - values / 1000,
+)
+#: Share of the largest timestep that one may be off by, for what a 16-bit format makes of it.
+_ROUNDING = 0.01
 
 #: Numbers of prompts by the name that a pipeline gives a pass (`cache_context`). Of a batch the
 #: first half is that of the negative prompt.
@@ -26,6 +36,9 @@ class Steps:
         """timesteps: of the scheduler. Waits for their device."""
         self._timesteps = timesteps  # the very object: a scheduler makes one for each call
         self._values = timesteps.detach().cpu()
+        self._given: Tensor | None = None  # (steps,) float64, what passes are given
+        self.are_known = True
+        """Whether the steps of passes can be told by what they are given."""
         self._seen: set[int] = set()
         self.now = -1
         """Number of the running step."""
@@ -41,16 +54,17 @@ class Steps:
         """Whether these are the steps of a scheduler's timesteps."""
         return timesteps is self._timesteps
 
-    def advance(self, timestep: Tensor, scale: float, conditioning: Conditioning) -> bool:
+    def advance(self, timestep: Tensor, scale: float | None, conditioning: Conditioning) -> bool:
         """Takes note of a pass. Waits for the timestep, a single number. Returns False, and does
         nothing, where its step lies behind: then another call of the pipeline has begun.
 
-        scale: what the pipeline divides timesteps by.
+        scale: what the pipeline divides timesteps by; None where the first pass has to show it.
         """
-        # Cast as the pipeline casts them, or neighbours in bf16 would be mistaken.
-        known = (self._values.to(timestep.dtype) / scale).double()
-        # Tokens that are given, such as a first frame, have a timestep of 0.
-        distance = (known - float(timestep.max())).abs()
+        if self._given is None:
+            self._given, self.are_known = _given(self._values, timestep, scale)
+        if not self.are_known:
+            return True
+        distance = (self._given - _latest(timestep)).abs()
         places = (distance == distance.min()).nonzero().flatten().tolist()
         repeated = self._seen.intersection(conditioning)
         later = [place for place in places if place > self.now]
@@ -61,6 +75,24 @@ class Steps:
             return False
         self.now, self._seen = later[0], set(conditioning)
         return True
+
+
+def _given(values: Tensor, timestep: Tensor, scale: float | None) -> tuple[Tensor, bool]:
+    """(steps,) float64, what passes are given of a schedule's timesteps, and whether the first
+    `timestep` is among them."""
+    # Cast as the pipeline casts them, or neighbours in bf16 would be mistaken.
+    values = values.to(timestep.dtype)
+    if scale is not None:
+        return (values / scale).double(), True
+    forms = [form(values.double()) for form in _FORMS]
+    off = [float((form - _latest(timestep)).abs().min() / form.abs().max()) for form in forms]
+    least = min(off)
+    return forms[off.index(least)], least <= _ROUNDING
+
+
+def _latest(timestep: Tensor) -> float:
+    """Tokens that are given, such as a first frame, have a timestep of 0."""
+    return float(timestep.max())
 
 
 class Prompts:
