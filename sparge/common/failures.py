@@ -13,15 +13,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
+from ..errors import MEANT_FOR_HOST
 
 logger = logging.getLogger("sparge")
-
-#: A host makes room and tries again; and after an error of the device nothing runs on it.
-MEANT_FOR_HOST: tuple[type[Exception], ...] = (
-    torch.OutOfMemoryError,
-    *filter(None, [getattr(torch, "AcceleratorError", None)]),
-)
 
 
 class Failures:

@@ -10,8 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from ..common.failures import MEANT_FOR_HOST
-from ..errors import KernelBuildError, Unsupported
+from ..errors import MEANT_FOR_HOST, KernelBuildError, Unsupported
 from .device import capabilities
 from .driver import DriverError
 from .loader import Progress, warm

@@ -326,37 +326,6 @@ def test_offloaded_and_replaced_modules_do_not_matter() -> None:
         assert handle.result is not None and handle.result.tally.sparse == 2 * CALLS["Wan 2.1"]
 
 
-def test_what_enable_takes_is_checked() -> None:
-    tiny = ALL["Wan 2.1"]()
-    with pytest.raises(ValueError, match="mode is 'auto'; it takes one of"):
-        enable(tiny.pipe, "auto")
-    with pytest.raises(ValueError, match='policy is given with mode "auto quality"; it is for'):
-        enable(tiny.pipe, policy=sparge.SparsePolicy())
-    with pytest.raises(ValueError, match="SimpleNamespace has no transformer and scheduler"):
-        enable(SimpleNamespace(unet=tiny.pipe.transformer))
-    others: dict[str, dict[str, Any]] = {
-        'topk is given with mode "auto quality", which takes quality': {"topk": 0.2},
-        'quality is given with mode "manual", which takes topk': {
-            "mode": "manual", "quality": "fast",
-        },
-        "topk is given beside policy": {
-            "mode": "manual", "policy": sparge.SparsePolicy(), "topk": 0.2,
-        },
-        'a quality goes by its name: quality="fast"': {"mode": "fast"},
-    }  # fmt: skip
-    for sentence, options in others.items():
-        with pytest.raises(ValueError, match=sentence):
-            enable(tiny.pipe, **options)
-    wrong: list[dict[str, Any]] = [
-        {"mode": "manual", "topk": "0.5"}, {"start_percent": None}, {"min_tokens": -1},
-        {"min_tokens": None}, {"dense_blocks": [0, 1]}, {"exact_dense": "no"},
-    ]  # fmt: skip
-    for options in wrong:
-        with pytest.raises(ValueError, match=f"{[*options][-1]} is .*; (it takes|give)"):
-            enable(tiny.pipe, **options)
-    assert not tiny.pipe.transformer._forward_hooks
-
-
 def test_the_document_lists_every_row() -> None:
     text = (Path(__file__).resolve().parents[2] / "docs/hosts/diffusers.md").read_text("utf-8")
     table = text.split("| transformer | text | remarks |")[1].split("\n\n")[0]

@@ -61,7 +61,8 @@ REPLACED = (
     "NOTHING IS SPARSE; pipe.transformer is another model than when the pipeline was enabled: call "
     "enable again."
 )
-NO_SCHEDULE = "the step is not known, for what the model is given is no timestep of the scheduler"
+NO_SCHEDULE = "the scheduler has no timesteps, so the step is not known"
+NOT_OF_SCHEDULE = "the model is given no timestep of the scheduler, so the step is not known"
 NO_INPUTS = (
     "NOTHING WAS SPARSE; {name} is not known here, and its inputs are not named as usual: "
     "sparge.sdpa() serves it without measuring."
@@ -254,7 +255,8 @@ class Handle:
             if not shared.agree(unusable is None, device):
                 unusable = unusable or ANOTHER
         if steps is None or not steps.are_known:
-            facts = PassFacts(conditioning, 0, NO_SCHEDULE, which=hooks.which)
+            why = NO_SCHEDULE if steps is None else NOT_OF_SCHEDULE
+            facts = PassFacts(conditioning, 0, why, which=hooks.which)
         else:
             facts = PassFacts(conditioning, steps.now, which=hooks.which)
             facts = run.window.facts(facts, _level(steps.now, len(steps)), run.schedule)
