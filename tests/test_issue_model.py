@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The issue model on SASS written by hand: what it counts can be counted on paper."""
+"""The issue model on SASS written by hand: what it counts can be counted on paper.
+
+tests/kernels/test_hot_loop.py has the loops of our kernels, counted by kind.
+"""
 
 from __future__ import annotations
 
@@ -11,50 +14,12 @@ import pytest
 from benchmarks.issue_model import nvdisasm
 from benchmarks.issue_model.__main__ import main
 from benchmarks.issue_model.chips import AD102, GA102, GH100
-from benchmarks.issue_model.hot_path import hot_path, main_loop
-from benchmarks.issue_model.kinds import count
+from benchmarks.issue_model.hot_path import main_loop
 from benchmarks.issue_model.pipes import pipe_clocks
 from benchmarks.issue_model.registers import access
 from benchmarks.issue_model.sass import Instruction, parse
 from benchmarks.issue_model.scheduler import Warps, clocks_a_pass
 
-_BODY = """
-            S2R R0, SR_TID.X ;
-.L_x_0:
-            LDSM.16.M88.4 R8, [R2+0x400] ;
-            IMMA.16832.S8.S8 R12, R4.reuse.ROW, R8.COL, R12 ;
-            ISETP.NE.AND P0, PT, R1, RZ, PT ;
-      @!P0  BRA `(.L_x_1) ;
-            FSEL R12, R12, -INF , P1 ;
-.L_x_1:
-            BRA.DIV UR4, `(.L_x_4) ;
-            SHFL.BFLY PT, R16, R12, 0x1, 0x1f ;
-            MUFU.EX2 R17, R16 ;
-            F2IP.U8.F32.NTZ R18, R17, R17, RZ ;
-            BAR.SYNC.DEFER_BLOCKING 0x0 ;
-       @P2  BRA `(.L_x_3) ;
-       @P3  BRA `(.L_x_2) ;
-      @!PT  LDS RZ, [RZ] ;
-            LDGSTS.E.BYPASS.128 [R20], desc[UR10][R22.64] ;
-            BRA `(.L_x_3) ;
-.L_x_2:
-            LDGSTS.E.BYPASS.128 [R20], desc[UR10][R24.64] ;
-            STS.64 [R20+0x10], R26 ;
-            LDG.E R28, [R24.64] ;
-.L_x_3:
-            IMMA.16832.U8.S8 R12, R4.ROW, R18.COL, R12 ;
-            IMAD.MOV.U32 R1, RZ, RZ, R2 ;
-       @P4  BRA P5, `(.L_x_0) ;
-            EXIT ;
-.L_x_4:
-            WARPSYNC.COLLECTIVE R3, `(.L_x_5) ;
-            BRA `(.L_x_1) ;
-"""
-#: Without the mask, with a copy, and that of a key block, whose branch is shorter.
-_HOT = """
-    LDSM.16.M88.4 IMMA.16832.S8.S8 ISETP.NE.AND BRA BRA.DIV SHFL.BFLY MUFU.EX2 F2IP.U8.F32.NTZ
-    BAR.SYNC.DEFER_BLOCKING BRA BRA LDS LDGSTS.E.BYPASS.128 BRA IMMA.16832.U8.S8 IMAD.MOV.U32 BRA
-"""
 _ONE_WARP = Warps(thread_blocks=1, each=1)
 
 
@@ -68,9 +33,6 @@ def listing_of(body: str) -> str:
     return other + '\t.section\t.text.attend,"ax",@progbits\n' + "\n".join(lines)
 
 
-LISTING = parse(listing_of(_BODY), "attend")
-
-
 def instruction(text: str) -> Instruction:
     return parse(listing_of(f"{text} ;"), "attend").instructions[0]
 
@@ -79,51 +41,26 @@ def path(*texts: str) -> list[Instruction]:
     return [instruction(text) for text in texts]
 
 
-def test_the_loop_is_the_shortest_with_a_product_and_its_hot_path_copies_a_tile() -> None:
-    loop = main_loop(LISTING)
-    assert (loop.first, LISTING.instructions[loop.last].operands[0]) == (1, "P5")
-    assert [each.opcode for each in hot_path(LISTING)] == _HOT.split()
-    copies = [each for each in hot_path(LISTING) if each.name == "LDGSTS"]
-    assert copies[0].operands[1] == "desc[UR10][R22.64]"
-
-
 def test_a_kernel_without_products_or_of_another_name_is_refused() -> None:
     with pytest.raises(ValueError, match="no loop"):
         main_loop(parse(listing_of("EXIT ;"), "attend"))
     with pytest.raises(ValueError, match="no kernel score"):
-        parse(listing_of(_BODY), "score")
-
-
-def test_instructions_are_counted_by_kind() -> None:
-    assert count(hot_path(LISTING)) == {
-        "IMMA.16832.S8.S8": 1,
-        "IMMA.16832.U8.S8": 1,
-        "MUFU": 1,
-        "I2FP F2IP F2FP": 1,
-        "IMAD IDP": 1,
-        "other ALU": 1,
-        "LDSM": 1,
-        "SHFL": 1,
-        "LDGSTS": 1,
-        "BAR": 1,
-        "BRA": 6,
-        "NOP and the like": 1,
-    }
+        parse(listing_of("EXIT ;"), "score")
 
 
 def test_pipes_are_filled_for_the_clocks_of_their_rates() -> None:
-    clocks = pipe_clocks(hot_path(LISTING), GA102)
-    # 2 products of 4,096 multiply-adds at 256 a scheduler; LDSM and LDGSTS 512 bytes, SHFL 128, at
-    # 32 a scheduler.
-    assert clocks == {
-        "issue": 17,
-        "tensor": 2 * 16,
-        "XU": 8,
-        "FMA": 2,
-        "ALU": 4,
-        "shared memory": 16 + 16 + 4,
-    }
-    assert pipe_clocks(hot_path(LISTING), GH100)["tensor"] == pytest.approx(2 * 6.4)
+    few = path(
+        "IMMA.16832.S8.S8 R12, R4.ROW, R8.COL, R12",
+        "LDSM.16.M88.4 R8, [R2]",
+        "SHFL.BFLY PT, R16, R12, 0x1, 0x1f",
+        "MUFU.EX2 R17, R16",
+        "IMAD R1, R2, R3, R4",
+    )
+    # 4,096 multiply-adds at 256 a scheduler; LDSM 512 bytes, SHFL 128, at 32 a scheduler.
+    assert pipe_clocks(few, GA102) == {
+        "issue": 5, "tensor": 16, "XU": 8, "FMA": 2, "ALU": 0, "shared memory": 16 + 4,
+    }  # fmt: skip
+    assert pipe_clocks(few, GH100)["tensor"] == pytest.approx(6.4)
 
 
 def test_products_with_float32_sums_take_twice_as_long_on_geforce() -> None:

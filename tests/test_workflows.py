@@ -7,11 +7,11 @@ tests/comfy/test_workflows_browser.py opens them in the real frontend.
 
 from __future__ import annotations
 
-import ast
 import itertools
 import json
 import re
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlparse
@@ -19,6 +19,7 @@ from urllib.parse import unquote, urlparse
 import numpy as np
 import pytest
 
+from sparge.sampling.settings import Settings
 from tools.graphs.layout import TITLE
 from tools.graphs.node_types import NODE_TYPES, NOTE, OURS
 from tools.graphs.shipped import graphs
@@ -56,10 +57,7 @@ def project(key: str) -> str:
 
 def our_widgets() -> dict[str, Any]:
     """Name -> default of each widget of any mode, in order: the fields of Settings."""
-    text = (ROOT / "sparge" / "sampling" / "settings.py").read_text(encoding="utf-8")
-    constants = dict(re.findall(r'^(\w+) = ("[^"]*")$', text, re.MULTILINE))
-    fields = re.findall(r"^    (\w+): (?:str|int|float|bool) = (.+)$", text, re.MULTILINE)
-    return {name: ast.literal_eval(constants.get(value, value)) for name, value in fields}
+    return {each.name: each.default for each in fields(Settings)}
 
 
 def new_node() -> dict[str, Any]:

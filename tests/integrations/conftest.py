@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.tiny_models.texts import make_text_model
+from sparge.common import compiling
 
 Make = Callable[..., Any]
 
@@ -60,3 +61,11 @@ def reference_allowed(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None
 def no_mode_left() -> Any:
     yield
     assert torch.overrides._get_current_function_mode_stack() == []
+
+
+@pytest.fixture
+def fresh_dynamo(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(compiling, "_traced", set())
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()

@@ -24,6 +24,7 @@ import sparge
 from benchmarks.tiny_models import pipelines
 from benchmarks.tiny_models.adapted import adapt
 from benchmarks.tiny_models.pipelines import ALL, TEXT, drawn
+from sparge.common.metrics import rel_l2
 from sparge.integrations.diffusers import enable
 from sparge.integrations.diffusers.rows import ROWS
 from sparge.tune import MASK, Session, SharedHeads
@@ -49,10 +50,6 @@ IN_ONE_BATCH = {"CogVideoX", "CogVideoX 1.5", "Mochi", "LTX", "SD3.5", "Allegro"
 every = pytest.mark.parametrize("name", ALL)
 
 
-def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((got.float() - expected.float()).norm() / expected.float().norm())
-
-
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Facts of the passes that sessions began, and their layouts."""
@@ -72,7 +69,7 @@ def test_all_kept_is_native_to_8_bits_and_disabled_it_is_native(name: str) -> No
     native = tiny(2)
     handle = enable(tiny.pipe, "manual", topk=1.0, **TINY)
     got, calls = tiny(2), 2 * CALLS[name]
-    assert 0 < relative_error(got, native) < EIGHT_BIT
+    assert 0 < rel_l2(got, native) < EIGHT_BIT
     assert handle.result is not None and handle.result.tally.sparse == calls
     assert handle.result.tally.dense == 0 and handle.result.notes == ()
     said = f"{calls} of {calls} calls were sparse; 100 % of attention computed"
@@ -192,7 +189,7 @@ def test_an_error_in_a_block_leaves_nothing_behind() -> None:
         assert torch.overrides._get_current_function_mode_stack() == []
         assert handle.result is not None and handle.result.stopped
         hook.remove()
-        assert relative_error(tiny(2), native) < EIGHT_BIT
+        assert rel_l2(tiny(2), native) < EIGHT_BIT
         assert not handle.result.stopped and handle.result.tally.sparse == 4
     assert torch.equal(tiny(2), native)
 
@@ -255,7 +252,7 @@ def test_a_run_waits_for_the_kernels(monkeypatch: pytest.MonkeyPatch, failure: s
     with enable(tiny.pipe, "manual", topk=1.0, **TINY) as handle:
         got = tiny(1)
     if failure is None:
-        assert asked == ["attention_pytorch"] and 0 < relative_error(got, native) < EIGHT_BIT
+        assert asked == ["attention_pytorch"] and 0 < rel_l2(got, native) < EIGHT_BIT
     else:
         assert asked == [] and torch.equal(got, native)
         assert handle.line == f"NOTHING WAS SPARSE; {failure}"

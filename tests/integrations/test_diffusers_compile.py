@@ -16,7 +16,6 @@ pytest.importorskip("transformers", reason=REASON)
 
 import sparge
 from benchmarks.tiny_models.pipelines import ALL, Tiny
-from sparge.common import compiling
 from sparge.integrations.diffusers import enable
 from sparge.sdpa import AttentionMode
 
@@ -24,14 +23,6 @@ pytestmark = pytest.mark.usefixtures("reference_allowed", "no_mode_left", "fresh
 
 STEPS = 2
 SETTINGS: dict[str, Any] = {"topk": 0.5, "min_tokens": 100, "start_percent": 0.5}
-
-
-@pytest.fixture
-def fresh_dynamo(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(compiling, "_traced", set())
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def wrapped(tiny: Tiny, fullgraph: bool = False) -> None:

@@ -98,13 +98,6 @@ def whole(model: Any) -> None:
     model.compile(backend="eager")
 
 
-@pytest.fixture
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize(
     ("compiled", "error", "mode"),
