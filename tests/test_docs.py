@@ -202,32 +202,6 @@ def test_tables_are_generated(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(f"<!-- {name}:begin -->" in pages for name in report.TABLES)
 
 
-def test_runs_are_known_whatever_their_pvthreshd(monkeypatch: pytest.MonkeyPatch) -> None:
-    common = {"model": "mochi", "shape": "848x480x163, 48 blocks", "gpu": "NVIDIA H100"}
-    common |= {
-        "default_run_seconds": 90.0,
-        "run_seconds": 30.0,
-        "ratio": 3.0,
-        "steps": 20,
-        "cfg": 1.0,
-    }
-    names = ("auto budget 0.2, pvthreshd 15", "auto budget 0.2, pvthreshd 50", "auto budget 0.2")
-    others = ("auto budget 0.2, pvthreshd 50 + fp8", "auto budget 0.25, pvthreshd 50")
-    rows = [
-        common | {"config": config, "commit": f"c{number}", "seconds_per_call": 1.5 + number}
-        for number, config in enumerate((*names, *others))
-    ]
-    monkeypatch.setattr(report, "read", lambda name: rows)
-    alone, beside = table_rows(report.runs_table(True)), table_rows(report.runs_table(False))
-    assert [row[-1] for row in alone] == ["H100, c0", "H100, c1", "H100, c2"]
-    assert [row[0].split(", ")[-1] for row in beside] == [
-        "auto budget 0.2 + fp8",
-        "auto budget 0.25",
-    ]
-    head, *_ = report.model_calls("some").splitlines()
-    assert all(name in head for name in names) and "fp8" not in head
-
-
 def test_pictures_are_drawn(tmp_path: Path) -> None:
     report.draw(tmp_path)
     drawn = sorted(path.name for path in tmp_path.glob("*.png"))

@@ -77,11 +77,3 @@ def _own_bytes() -> int:
     """Bytes of memory that the process has to itself: mapped files are not among them."""
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(lines["RssAnon"].split()[0]) << 10
-
-
-def cogvideox_refused(name: str) -> str:
-    try:
-        comfy_nodes.NODE_CLASS_MAPPINGS["SpargeCogVideoXLoad"].execute(name)
-    except ValueError as error:
-        return str(error)
-    return ""

@@ -67,27 +67,18 @@ def test_weight_types(comfyui, dtype):
     assert got["error"] < 0.03  # bf16 rounding of the latent itself is 0.01
 
 
-# name: (self-attentions a pass, their tokens, shown name, whether text is among the tokens)
-OTHERS = {
-    "unet": (7, {24 * 28, 12 * 14}, "Stable Diffusion", False),
-}
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_models_without_a_row_are_sparse(comfyui, name):
-    """One dense step is enough to measure them: distilled models have few."""
-    calls, tokens, shown, text = OTHERS[name]
+def test_a_model_without_a_row_is_sparse(comfyui):
+    """One dense step is enough to measure it: distilled models have few."""
     auto = {"mode": "auto quality", "quality": "high"}
-    everything, measured = comfyui.sampled(name, {"topk": 1.0}, auto)
+    everything, measured = comfyui.sampled("unet", {"topk": 1.0}, auto)
     for got in (everything, measured):
-        assert got["sparse"] == SPARSE_STEPS * calls and got["reasons"] == {WINDOW: calls}
-    assert {call["tokens"] for call in everything["calls"]} == tokens
+        assert got["sparse"] == SPARSE_STEPS * 7 and got["reasons"] == {WINDOW: 7}
+    assert {call["tokens"] for call in everything["calls"]} == {24 * 28, 12 * 14}
     assert all(call["measured"] for call in measured["calls"])
     assert everything["error"] < EIGHT_BIT and measured["error"] < 0.1
     said = everything["text"]
-    assert said.startswith(f"{shown}, {max(tokens)} tokens; ")
-    assert "tokens stay in the order they come" in said
-    assert ("text among its tokens is not kept exact" in said) == ("text" in said) == text
+    assert said.startswith("Stable Diffusion, 672 tokens; ")
+    assert "tokens stay in the order they come" in said and "text" not in said
 
 
 # model: self-attention calls a block, segments of its token order

@@ -42,15 +42,6 @@ def test_step_counts(comfyui, widgets, case, sparse, reasons):
         assert f"{said} can make it sparse" in got["text"]
 
 
-def test_steps_take_the_orders_in_turn(comfyui):
-    (got,) = comfyui.sampled("wan", {"topk": 0.5}, steps=10)
-    found = [call["slots"] for call in got["calls"]]
-    steps = [found[at : at + BLOCKS] for at in range(0, len(found), BLOCKS)]
-    assert len(steps) == 8
-    assert all(step == step[:1] * BLOCKS for step in steps)
-    assert steps[:5] == steps[3:] and len(set(map(str, steps[:3]))) == 3
-
-
 @pytest.mark.parametrize("sampler", ["heun", "dpm_2", "dpmpp_2s_ancestral", "seeds_3"])
 def test_samplers_that_evaluate_between_steps(comfyui, sampler):
     for got in comfyui.sampled("wan", ALL, AUTO, steps=5, sampler=sampler):

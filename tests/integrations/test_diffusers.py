@@ -178,22 +178,6 @@ def test_a_call_of_the_pipeline_is_a_run_and_repeats_its_bits() -> None:
         assert alone is not None and 2 * alone.tally.calls == one.tally.calls
 
 
-def test_an_error_in_a_block_leaves_nothing_behind() -> None:
-    tiny = ALL["CogVideoX"]()
-    native = tiny(2)
-    with enable(tiny.pipe, "manual", topk=1.0, **TINY) as handle:
-        failing = tiny.pipe.transformer.transformer_blocks[1].attn1.to_out[0]
-        hook = failing.register_forward_pre_hook(lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            tiny(2)
-        assert torch.overrides._get_current_function_mode_stack() == []
-        assert handle.result is not None and handle.result.stopped
-        hook.remove()
-        assert rel_l2(tiny(2), native) < EIGHT_BIT
-        assert not handle.result.stopped and handle.result.tally.sparse == 4
-    assert torch.equal(tiny(2), native)
-
-
 def test_an_error_of_ours_costs_no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = ALL["CogVideoX"]()
     native = tiny(2)

@@ -110,12 +110,6 @@ def test_variants_are_built_without_the_filter(arch: str) -> None:
         assert (filtered in all_specs(arch)) == (element is Element.BF16)
 
 
-def test_sixteen_bits_are_of_the_type_of_the_inputs() -> None:
-    assert specs_of.of_dtype(Element.BF16, torch.float16) is Element.FP16
-    assert specs_of.of_dtype(Element.BF16, torch.bfloat16) is Element.BF16
-    assert specs_of.of_dtype(Element.INT8_E4M3, torch.float16) is Element.INT8_E4M3
-
-
 @pytest.mark.parametrize("arch", ARCHS)
 def test_heads_can_be_measured_everywhere_with_quantized_keys(arch: str) -> None:
     element = measuring_element(arch)

@@ -85,7 +85,10 @@ def test_conditionings_are_measured_alike_in_a_batch_and_apart(call_of, chosen):
         assert not torch.equal(of_one, getattr(apart, name)), f"{name} of both conditionings"
 
 
-def test_a_call_past_the_last_row_says_that_there_is_no_room(load_pack, table_of):
+def test_a_call_past_the_last_row_has_no_room_and_is_counted_there(load_pack, table_of):
     module, table = load_pack("sparge.tune.head_measuring"), table_of(3, rows=3)
     assert [table.refusal(row) for row in (2, 3)] == [None, module.NO_ROOM]
     assert [table.head_settings(row) for row in (2, 3)] == [module.NOT_MEASURED, module.NO_ROOM]
+    record = load_pack("sparge.tune").PassRecord.begin(0, 3, torch.device("cpu"), True)
+    record.stats_of(7).counters += 1
+    assert record.pairs.any(1).tolist() == [False, False, True]

@@ -211,23 +211,6 @@ def test_a_profile_fits_where_only_the_text_is_longer(saved, run_once, load_pack
     assert got.last.profile is None, "it measured nothing itself"
 
 
-def test_choices_of_a_clip_are_not_used_where_no_grid_is_known(saved, run_once):
-    """A model with as many tokens and heads, whose tokens nobody can order."""
-    (settings,) = saved.profile.settings.values()
-    settings.order_kind[:] = 1
-    run = run_once(NEXT, profile=saved).run
-    assert run.tally.reasons == {}
-    heads = run.session.tables
-    shape = heads.chosen[0].shape
-    unordered = type(shape)(shape.tokens, shape.heads, None)
-    table = type(heads.chosen[0])(
-        unordered, settings.layers, heads.aim, run.asked, torch.device("cpu"), None, None, None
-    )
-    heads._use_profile(table)
-    assert table.settings is None
-    assert "The profile has nothing for 256 tokens of 2 heads" in run.notes[-1]
-
-
 @pytest.mark.parametrize("name", [None, "", " ", "none", "../up", "a/b", "C:clip", "spoilt"])
 def test_a_name_without_a_profile_warns_and_the_run_measures(
     load, run_once, load_pack, folder, caplog, name
@@ -280,13 +263,6 @@ def test_a_folder_that_is_gone_does_not_end_the_list(folder, load_pack, monkeypa
     anew = (["a.safetensors", "notes.txt"], {}, 0.0)
     monkeypatch.setattr(paths, "get_filename_list_", lambda kind: anew, raising=False)
     assert names() == ["a.safetensors"]
-
-
-@pytest.mark.skipif(os.name == "nt", reason="Windows has no such permissions")
-def test_others_may_read_a_profile(saved, folder):
-    umask = os.umask(0)
-    os.umask(umask)
-    assert (folder / "clip.safetensors").stat().st_mode & 0o777 == 0o644 & ~umask
 
 
 def test_a_file_that_was_written_since_is_read_again(saved, folder, load_pack):

@@ -35,13 +35,6 @@ def test_it_goes_where_it_saves_nothing(load_pack, ways, on_gpu, arch, threshold
     assert (fitted is policy) == (threshold == 15)
 
 
-@pytest.mark.parametrize(("arch", "filtered"), [("sm_89", True), ("sm_90a", False)])
-def test_only_what_can_run_is_compiled(load_pack, arch, filtered):
-    specs = load_pack("sparge.kernels.warmup").eight_bit_specs(arch)
-    assert any(spec.pv_filter for spec in specs) == filtered
-    assert any(spec.entry.startswith("attend") and not spec.pv_filter for spec in specs)
-
-
 @pytest.fixture
 def told(reference_allowed, sampled, step, asked):
     """told(**widgets): thresholds that calls of a run had, and whether it tells of a filter that it

@@ -124,6 +124,7 @@ def test_the_node_needs_only_the_8_bit_kernels(load_pack):
     assert {spec.entry for spec in specs} == {"means", "quantize", "route", "attend", "score"}
     assert {spec.element.name for spec in specs if spec.reads_element} == {"INT8_INT8"}
     assert {spec.pv_filter for spec in specs if spec.entry == "attend"} == {False, True}
+    assert not any(spec.pv_filter for spec in module.eight_bit_specs("sm_90a")), "it saves nothing"
 
 
 def test_a_variant_that_does_not_compile_is_no_failure(load_pack, warmup, monkeypatch):

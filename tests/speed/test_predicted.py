@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.issue_model.cards import CARDS, WHOLE, predicted_table
 from benchmarks.shapes import SHAPES
 from sparge import Unsupported
 from sparge.kernels import Element
@@ -19,13 +18,12 @@ from sparge.kernels.driver import Attribute, DriverError
 from sparge.speed import Cost, ShapeTimes, Size, SpeedTable, Times, post, predicted
 from sparge.speed import __main__ as command
 from sparge.speed.post import MODELS
-from sparge.speed.predicted import BEYOND, CLOCKS, Card, predicted_range
+from sparge.speed.predicted import BEYOND, Card
 from sparge.speed.table import Chosen
 
 ROOT = Path(__file__).resolve().parents[2]
 GPU = torch.device("cuda", 0)
-RTX_4090 = CARDS["RTX 4090"][1]
-#: What the driver says of it.
+#: What the driver says of an RTX 4090.
 TOLD = {
     Attribute.MULTIPROCESSORS: 128,
     Attribute.KILOHERTZ: 2_520_000,
@@ -54,29 +52,6 @@ def test_a_range_covers_what_an_h100_took() -> None:
         size = Size(shape.tokens, shape.heads, shape.head_dim)
         seconds = h100.attending(size, 0.2, clocks[shape.head_dim]) + h100.preparing(size)
         assert seconds < least and most < seconds * BEYOND[shape.head_dim] < 1.1 * most
-
-
-def test_pooled_keys_and_bytes_count() -> None:
-    size = Size(6400, 10, 128)
-    dense, few = (predicted_range(RTX_4090, "sm_89", size, share, 0.0) for share in (1.0, 0.0))
-    pooled = predicted_range(RTX_4090, "sm_89", size, 0.0, 1.0)
-    assert dense and few and pooled
-    blocks = 10 * 50 * 100
-    assert dense[0] - few[0] == pytest.approx(blocks * CLOCKS["sm_89"][128] / (128 * 2.52e9))
-    assert few[0] == pytest.approx(12 * 6400 * 10 * 128 / (0.88 * 1008e9))
-    assert pooled[0] - few[0] == pytest.approx((dense[0] - few[0]) / 64)
-    assert predicted_range(RTX_4090, "sm_90a", size, 1.0, 0.0) is None
-
-
-def test_the_table_has_every_card_and_leaves_unknown_cells_empty() -> None:
-    rows = [line.strip("| ").split(" | ") for line in predicted_table().splitlines() if "|" in line]
-    assert len(rows) - 2 == len(MODELS) * len(CARDS)
-    cells = {(row[0], row[1]): [cell.strip() for cell in row[2:]] for row in rows[2:]}
-    for (model, card), (exact, sage, sol, ours) in cells.items():
-        assert (exact == "") == (card in WHOLE) and (sol == "") == model.startswith("CogVideoX")
-        least, most = map(float, ours.split(" to "))
-        assert 0 < least < most < float(sage) < float(exact or "inf")
-    assert "Predicted, not measured." in predicted_table()
 
 
 def test_the_models_are_those_of_the_benchmarks() -> None:

@@ -29,14 +29,6 @@ def meet_error(
     return allocate.meet_error(steps_of(errors, costs, densities), errors, costs, whole, most)
 
 
-@pytest.fixture
-def problem(seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Errors of 4 heads and 6 candidates, and the costs of those in no order."""
-    random = np.random.default_rng(seed)
-    costs = random.permutation([0.05, 0.1, 0.2, 0.35, 0.6, 1.0])
-    return random.random((4, 6)) * np.exp(-3 * costs), costs
-
-
 def least_error(errors: np.ndarray, costs: np.ndarray, total: float) -> float:
     every = np.array(list(product(range(errors.shape[1]), repeat=len(errors))))
     sums = errors[np.arange(len(errors)), every].sum(1)
@@ -69,12 +61,6 @@ def breakpoints(errors: np.ndarray, costs: np.ndarray) -> list[tuple[float, floa
             errors[np.arange(len(errors)), chosen].sum()
         )
     return sorted(found.items())
-
-
-def test_a_head_that_needs_keys_gets_those_of_one_that_does_not() -> None:
-    costs = np.array([0.1, 0.2, 0.4])
-    errors = np.array([[0.02, 0.01, 0.0], [0.9, 0.5, 0.1]])
-    assert shared(errors, costs, costs, 0.25).tolist() == [0, 2]
 
 
 def test_ties_go_to_the_lower_head_and_candidate() -> None:
@@ -138,14 +124,6 @@ def test_of_one_cost_the_truest_is_left() -> None:
     costs = np.array([0.2, 0.1, 0.2, 0.1, 0.3])
     errors = np.array([[0.3, 0.5, 0.2, 0.5, 0.1], [0.2, 0.4, 0.2, 0.3, 0.4]])
     assert truest_of_each_cost(errors, costs).tolist() == [[1, 2, 4], [3, 0, 4]]
-
-
-def test_hull_is_what_a_price_can_choose(problem: tuple[np.ndarray, np.ndarray]) -> None:
-    errors, costs = problem
-    steps = steps_of(errors, costs, costs)
-    for head, error in enumerate(errors):
-        chosen = {int((error + price * costs).argmin()) for price in np.geomspace(1e-4, 1e4, 20000)}
-        assert chosen == {int(steps.cheapest[head]), *steps.after[steps.head == head].tolist()}
 
 
 def test_hulls_are_those_of_each_head_walked_alone(seed: int) -> None:

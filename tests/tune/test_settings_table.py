@@ -12,7 +12,6 @@ from sparge import Router, TokenGrid, cube_order
 from sparge.policy import SparsePolicy
 from sparge.stages.thresholds import COLUMNS
 from sparge.tune import CandidateSet, Measurement, SettingsTable, Workload
-from sparge.tune.spread import spread_places
 
 GRID = TokenGrid(4, 8, 15)
 
@@ -37,12 +36,6 @@ def test_a_budget_shares_nothing_with_the_choices(make_qkv) -> None:
     assert head_settings.pools and set(head_settings.router.tolist()) == {Router.ERROR}
     head_settings.density.fill_(1)
     assert torch.equal(settings.density, before)
-
-
-def test_places_are_visited_once_before_any_comes_again() -> None:
-    for count in range(1, 50):
-        assert sorted(spread_places(count, 7, count)) == list(range(count))
-    assert len(spread_places(5, 0, 100)) == 5
 
 
 def test_budgets_keep_the_structure_of_those_before() -> None:
