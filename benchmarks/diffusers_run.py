@@ -25,7 +25,6 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib
-import json
 import os
 import time
 from collections.abc import Callable
@@ -39,7 +38,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.timing import commit, require_kernels
+from benchmarks.timing import add_row, commit, require_kernels
 from sparge.integrations.diffusers import Handle, enable
 from sparge.tune.ways import REFERENCE_VARIABLE
 
@@ -257,10 +256,7 @@ def main(arguments: list[str] | None = None) -> None:
             f" second {row['second_seconds']:.3g} s, {row['ratio']:.2f} times as fast,"
             f" {row['saved_of_what_can_be']:.0%} of what there is to save"
         )
-        print(json.dumps(row), flush=True)
-        if args.out:
-            with args.out.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
+        add_row(row, args.out)
         gc.collect()  # modules of diffusers hold each other
         if args.device.type == "cuda":
             torch.cuda.empty_cache()

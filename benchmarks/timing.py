@@ -116,6 +116,15 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     path.write_text(text, encoding="utf-8")
 
 
+def add_row(row: Mapping[str, Any], path: Path | None) -> None:
+    """Prints a row as a line of JSON, and adds it to a file where one is given."""
+    line = json.dumps(row)
+    print(line, flush=True)
+    if path is not None:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Reads what `write_rows` wrote."""
     text = path.read_text(encoding="utf-8")

@@ -23,7 +23,6 @@ the last rank has most work; "heads dealt" deals them evenly first (`balanced_he
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -37,7 +36,7 @@ from benchmarks.cases import spread
 from benchmarks.inputs import draw
 from benchmarks.ranks import add_options, all_ranks, check_options, median_on_ranks, run_ranks
 from benchmarks.shapes import SHAPES, Shape
-from benchmarks.timing import commit
+from benchmarks.timing import add_row, commit
 from benchmarks.ulysses import to_heads, to_tokens
 from sparge.common.metrics import rel_l2
 from sparge.integrations.parallel import (
@@ -166,10 +165,8 @@ def measure(
             row |= {"torch": torch.__version__, "commit": options.commit or commit()}
             if dist.get_rank():
                 continue
-            print(_line(row), json.dumps(row), sep="\n", flush=True)
-            if options.out:
-                with options.out.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(row) + "\n")
+            print(_line(row))
+            add_row(row, options.out)
 
 
 def _name(device: torch.device) -> str:

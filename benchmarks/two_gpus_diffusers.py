@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -34,7 +33,7 @@ from torch import Tensor
 
 import sparge
 from benchmarks.ranks import add_options, all_ranks, check_options, median_on_ranks, run_ranks
-from benchmarks.timing import commit
+from benchmarks.timing import add_row, commit
 from sparge.common.metrics import rel_l2
 from sparge.integrations.parallel import context_parallel
 
@@ -162,12 +161,8 @@ def measure(
                 "gpu": torch.cuda.get_device_name(device) if in_nccl is not None else "none",
                 "torch": torch.__version__, "commit": options.commit or commit(),
             }  # fmt: skip
-            if dist.get_rank():
-                continue
-            print(json.dumps(row), flush=True)
-            if options.out:
-                with options.out.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(row) + "\n")
+            if dist.get_rank() == 0:
+                add_row(row, options.out)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

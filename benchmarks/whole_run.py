@@ -33,7 +33,6 @@ time. Where a row has "refused", ComfyUI did something else than it was asked to
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import statistics
@@ -50,7 +49,7 @@ from benchmarks import companions
 from benchmarks.comfyui_host import Host, Sampled, Sampling
 from benchmarks.comfyui_models import MODELS, VideoModel, build
 from benchmarks.companions import ALONE, COMPILED, FP8, Companion
-from benchmarks.timing import ROOT, commit
+from benchmarks.timing import ROOT, add_row, commit
 
 AUTO_QUALITY = "auto quality"
 COMPANIONS = ("easycache", "compile", "fp8")
@@ -215,10 +214,7 @@ def main() -> None:
     args.out.parent.mkdir(parents=True, exist_ok=True)
 
     def write(**line: Any) -> None:
-        text = json.dumps(line | facts)
-        print(text, flush=True)
-        with args.out.open("a", encoding="utf-8") as out:
-            out.write(text + "\n")
+        add_row(line | facts, args.out)
 
     if on_gpu:
         write(config="kernel warm-up", seconds=round(host.warm_up_seconds(), 2))

@@ -15,17 +15,13 @@ from benchmarks.demo import device as demo_device
 from benchmarks.demo.__main__ import main
 from benchmarks.pixels import to_image, write_gif
 from benchmarks.quality.dit import DenseRun, sample_dense
-from benchmarks.tiny_video_dit.model import Config, VideoDiT
 from sparge.kernels import Capability
+from tests.tiny_video_dit.parts import busy_model
 
 
 @pytest.fixture
 def dense(generator: torch.Generator) -> DenseRun:
-    model = VideoDiT(Config(width=128, blocks=2, hidden=128)).requires_grad_(False)
-    for name, parameter in model.named_parameters():
-        spread = parameter[0].numel() ** -0.5 if parameter.ndim > 1 else 0.2
-        parameter.normal_(2.0 if "norm" in name else 0.0, spread, generator=generator)
-    return sample_dense(model, (4, 9, 10), 0)
+    return sample_dense(busy_model(generator, peak=2.0), (4, 9, 10), 0)
 
 
 def test_images_show_the_pixels(tmp_path: Path, generator: torch.Generator) -> None:

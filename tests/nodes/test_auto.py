@@ -49,23 +49,6 @@ def test_the_last_dense_step_is_measured_or_the_first_of_all(
     }
 
 
-@pytest.mark.parametrize("start_percent", [0.0, 0.2])
-def test_each_conditioning_is_measured_alone_or_in_a_batch(sampled, step, start_percent):
-    batch, apart = (
-        sampled(
-            step, [0.9, 0.7, 0.5], conditionings=each, start_percent=start_percent, **AUTO
-        ).run
-        for each in (([1, 0],), ([0], [1]))
-    )  # fmt: skip
-    assert apart.tally.sparse == 2 * batch.tally.sparse == 2 * 2 * BLOCKS
-    assert apart.tally.dense == 2 * batch.tally.dense == 2 * BLOCKS
-    assert [begun.record.step for begun in apart.session._passes] == [0, 0, 1, 1, 2, 2]
-    one, other = (run.session.tables.chosen[0].settings for run in (batch, apart))
-    # The session gives both conditionings the same tensors: twice the sums, the same ratio.
-    for name in ("density", "pool_weight", "output_scale", "head_weight"):
-        assert torch.equal(getattr(one, name), getattr(other, name)), name
-
-
 def test_what_outlives_a_call_is_made_between_calls(load_pack, sampled, step, monkeypatch):
     inside, made = [], Counter()
     tune, forward = load_pack("sparge.tune"), load_pack("nodes.forward").Forward
@@ -132,51 +115,6 @@ def test_memory_that_dense_attention_lacks_is_not_measurings_fault(sampled, step
     dense_calls.error = torch.OutOfMemoryError("full")
     with pytest.raises(torch.OutOfMemoryError):
         sampled(step, [0.5, 0.4], start_percent=0.0, **AUTO)
-
-
-@pytest.mark.parametrize(
-    ("sigmas", "schedule", "conditionings", "measured"),
-    [
-        ([1.0, 0.9, 0.8, 0.7, 0.6, 0.5], None, ([1, 0],), [4, 4]),
-        ([1.0, 0.9, 0.8, 0.7, 0.6, 0.5], None, ([1], [0]), [8, 9]),
-        # A midpoint sampler; .55 and above is dense: the last dense step begins with pass 6.
-        (
-            [1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.5],
-            [1.0, 0.9, 0.8, 0.7, 0.5],
-            ([1, 0],),
-            [6, 6],
-        ),
-    ],
-    ids=["in one batch", "one by one", "between steps"],
-)
-def test_passes_that_are_measured(
-    load_pack, sampled, step, monkeypatch, sigmas, schedule, conditionings, measured
-):
-    """Each pass has queries of another size, whose sum tells which one it is."""
-    measurement = load_pack("sparge.tune").Measurement
-    add, samples, sums, passes = measurement.add, [], [], itertools.count(1)
-
-    def sample(self, layer, q, k, v, **kwargs):
-        samples.append((layer, float(q.sum())))
-        return add(self, layer, q, k, v, **kwargs)
-
-    monkeypatch.setattr(measurement, "add", sample)
-
-    def numbered(attend):
-        factor, layers = next(passes), itertools.count()
-
-        def scaled(q, k, v, heads):
-            if next(layers) == 0:
-                sums.append(float((q * factor).sum()))
-            return attend(q * factor, k, v, heads)
-
-        return step(scaled)
-
-    sampled(
-        numbered, sigmas, schedule=schedule, conditionings=conditionings, start_percent=0.45, **AUTO
-    )
-    assert Counter(layer for layer, _ in samples) == dict.fromkeys(range(BLOCKS), 2)
-    assert [sums.index(total) for layer, total in samples if layer == 0] == measured
 
 
 @pytest.mark.parametrize("comes_again", [True, False])
@@ -250,28 +188,6 @@ def test_the_result_of_a_run_holds_nothing_of_it(sampled, step, runs):
     error = report.mean_error("predicted")
     assert error == pytest.approx(float((shape.predicted * shape.head_weight).mean()))
     assert 0 < error <= 0.06, "blocks are large beside so few tokens"
-
-
-@pytest.mark.parametrize("loud", range(HEADS))
-def test_a_loud_heads_error_counts_for_more(sampled, step, loud):
-    """Its values are eight times as large, in one layer."""
-    times = torch.ones(HEADS).index_fill(0, torch.tensor(loud), 8.0).repeat_interleave(64)
-
-    def louder(attend):
-        numbers = itertools.count()
-        return step(lambda q, k, v, heads: attend(q, k, v * times ** (not next(numbers)), heads))
-
-    got = sampled(louder, DENSE_THEN_SPARSE, quality="fast", **AUTO)
-    (shape,) = got.last.report.shapes
-    first, second = shape.head_weight
-    assert float(shape.head_weight.mean()) == pytest.approx(1)
-    assert float(first[loud] / first[1 - loud]) == pytest.approx(8, rel=0.5)
-    assert float(second[loud] / second[1 - loud]) == pytest.approx(1, rel=0.5)
-    for name in ("predicted", "probed"):
-        errors = getattr(shape, name)
-        counts = shape.head_weight[~errors.isnan()]
-        expected = float((errors[~errors.isnan()] * counts).sum() / counts.sum())
-        assert f"{name} error {expected:.3f}" in got.line
 
 
 def test_the_same_run_twice(session, patch, step):

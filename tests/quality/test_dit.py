@@ -16,9 +16,10 @@ from benchmarks.quality.modes import MODES, Mode
 from benchmarks.quality.rows import EMULATION, REFERENCE, read
 from benchmarks.tiny_video_dit import checkpoint
 from benchmarks.tiny_video_dit.latent import to_clips
-from benchmarks.tiny_video_dit.model import Config, VideoDiT
+from benchmarks.tiny_video_dit.model import VideoDiT
 from benchmarks.tiny_video_dit.sample import sample, starting_noise
 from sparge.order.grid import TokenGrid
+from tests.tiny_video_dit.parts import busy_model
 
 SIZE = (5, 12, 10)  # 600 tokens: 5 query blocks, 10 key blocks
 RAGGED = 640 / 600  # budgets count the last block as a whole one
@@ -27,13 +28,7 @@ GRID = ["--grid", *map(str, SIZE)]
 
 @pytest.fixture(scope="module")
 def model() -> VideoDiT:
-    model = VideoDiT(Config(width=128, blocks=2, hidden=128)).requires_grad_(False)
-    random = torch.Generator().manual_seed(21)
-    for name, parameter in model.named_parameters():
-        spread = parameter[0].numel() ** -0.5 if parameter.ndim > 1 else 0.2
-        peaked = 2.0 if "self_attn.norm" in name else 1.0  # heads that do not look everywhere
-        parameter.normal_(peaked if "norm" in name else 0.0, spread, generator=random)
-    return model
+    return busy_model(torch.Generator().manual_seed(21), peak=2.0)
 
 
 @pytest.fixture(scope="module")

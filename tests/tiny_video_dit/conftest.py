@@ -8,11 +8,12 @@ import torch
 
 from benchmarks.tiny_video_dit.curriculum import Batch, Phase
 from benchmarks.tiny_video_dit.model import Config, VideoDiT
+from tests.tiny_video_dit.parts import TOY, busy_model
 
 
 @pytest.fixture(scope="session")
 def toy() -> Config:
-    return Config(width=128, blocks=2, hidden=128)
+    return TOY
 
 
 @pytest.fixture(scope="session")
@@ -21,10 +22,5 @@ def toy_phases() -> tuple[Phase, ...]:
 
 
 @pytest.fixture
-def toy_model(toy: Config, generator: torch.Generator) -> VideoDiT:
-    """Every weight random, so that no part is idle."""
-    model = VideoDiT(toy).requires_grad_(False)
-    for name, parameter in model.named_parameters():
-        spread = parameter[0].numel() ** -0.5 if parameter.ndim > 1 else 0.2
-        parameter.normal_(1.0 if "norm" in name else 0.0, spread, generator=generator)
-    return model
+def toy_model(generator: torch.Generator) -> VideoDiT:
+    return busy_model(generator)

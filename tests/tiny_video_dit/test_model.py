@@ -14,28 +14,8 @@ from benchmarks.tiny_video_dit import flow
 from benchmarks.tiny_video_dit import scenes as of_scenes
 from benchmarks.tiny_video_dit.clips import draw_clips
 from benchmarks.tiny_video_dit.latent import to_clips, to_latent
-from benchmarks.tiny_video_dit.model import CHANNELS, dense
 from benchmarks.tiny_video_dit.sample import sample, starting_noise
 from benchmarks.tiny_video_dit.scenes import Scenes, context, draw_scenes
-
-
-def test_output_is_shaped_like_the_latent_and_attention_can_be_replaced(toy_model, generator):
-    calls = []
-
-    def spy(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: int) -> torch.Tensor:
-        calls.append((block, q.shape, k.shape, v.shape))
-        return dense(q, k, v, block)
-
-    latent = torch.randn(2, CHANNELS, 3, 10, 6, generator=generator)
-    text, times = torch.randn(2, 7, 64, generator=generator), torch.tensor([900.0, 20.0])
-    out = toy_model(latent, times, text)
-    assert out.shape == latent.shape
-    alone = toy_model(latent[1:], times[1:], text[1:])
-    torch.testing.assert_close(out[1:], alone, rtol=1e-4, atol=1e-4)
-    assert torch.equal(toy_model(latent, times, text, spy), out)
-    shape = (2, 1, 3 * 5 * 3, 128)
-    assert calls == [(0, shape, shape, shape), (1, shape, shape, shape)]
-
 
 GRID = (2, 3, 4)
 
