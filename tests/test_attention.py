@@ -7,28 +7,18 @@ import math
 from dataclasses import replace
 from itertools import product
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
 import sparge
-from sparge import BlockPlan, HeadSettings, Precision, Router, SparsePolicy, TokenGrid, reference
+from sparge import BlockPlan, HeadSettings, Precision, Router, SparsePolicy, TokenGrid
 from sparge.call import make_call
 
 attention: Any = sparge.attention  # a tensor, or a pair with return_lse
 DENSE = SparsePolicy(topk=1.0)
 SPARSE = SparsePolicy(topk=0.4)
 SIXTEEN_BIT = SparsePolicy(topk=1.0, precision=Precision.SIXTEEN_BIT)
-
-
-def test_this_machine_runs_the_reference(make_qkv, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other tests of this file are about the reference; the GPU has a suite of its own."""
-    assert not sparge.capabilities(torch.device("cpu")).usable
-    spy = mock.Mock(wraps=reference.attention)
-    monkeypatch.setattr(reference, "attention", spy)
-    attention(*make_qkv())
-    spy.assert_called_once()
 
 
 def test_the_result_lies_packed_in_the_layout_that_was_asked_for(make_qkv) -> None:

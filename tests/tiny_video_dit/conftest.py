@@ -4,11 +4,10 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from benchmarks.tiny_video_dit.curriculum import Batch, Phase
-from benchmarks.tiny_video_dit.model import Config, VideoDiT
-from tests.tiny_video_dit.parts import TOY, busy_model
+from benchmarks.tiny_video_dit.model import Config
+from tests.tiny_video_dit.parts import TOY
 
 
 @pytest.fixture(scope="session")
@@ -19,8 +18,3 @@ def toy() -> Config:
 @pytest.fixture(scope="session")
 def toy_phases() -> tuple[Phase, ...]:
     return (Phase(0.5, (Batch((2, 5, 4), 2),)), Phase(1.0, (Batch((3, 4, 3), 3),)))
-
-
-@pytest.fixture
-def toy_model(generator: torch.Generator) -> VideoDiT:
-    return busy_model(generator)

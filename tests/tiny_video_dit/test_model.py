@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The network, sampling outside ComfyUI, and the clips that it is trained on. tests/comfy compares
-its numbers and samples with ComfyUI's."""
+"""Sampling outside ComfyUI, and the clips that the network is trained on.
+
+tests/quality samples with it, and tests/comfy compares its numbers and samples with ComfyUI's.
+"""
 
 from __future__ import annotations
 
