@@ -21,13 +21,6 @@ TIMES = Times(EXACT, EIGHT_BIT, SPARSE, margin=0.1)
 TABLE = SpeedTable({"gpu": "some"}, "2026-01-01T00:00:00+00:00", {64: TIMES, 128: TIMES})
 
 
-def test_seconds_follow_from_sizes_and_the_host() -> None:
-    assert EXACT.seconds(SIZE) == pytest.approx(1e-4 + 2e9 * 1e-12)
-    assert SPARSE.seconds(SIZE, 0.25) == pytest.approx(2e-4 + 2e5 * 2e-9 + 5e8 * 5e-13)
-    assert SPARSE.seconds(Size(128, 1, 128)) == 3e-4, "the host takes twice as long"
-    assert TIMES.sparse_seconds(SIZE, 0.25, pooled=1.0) == SPARSE.seconds(SIZE, 0.25 + 1 / 64)
-
-
 def test_eight_bit_dense_has_to_be_faster_by_the_margin() -> None:
     seconds = EXACT.seconds(SIZE)
     for factor, faster in ((1.09, False), (1.11, True)):
