@@ -217,6 +217,12 @@ def test_balanced_heads_give_ranks_equal_work_and_the_same_results(make_qkv, gen
         balanced_heads(work, 3)
     with pytest.raises(ValueError, match="give a torch tensor: one number for each head"):
         balanced_heads([1.0, 2.0], 2)  # type: ignore[arg-type]
+    wrong: list[dict[str, Any]] = [
+        {"grid": (1, 2, 3)}, {"places": [0, 1]}, {"places": torch.zeros(0, dtype=torch.long)},
+    ]  # fmt: skip
+    for options in wrong:
+        with pytest.raises(ValueError, match=f"{next(iter(options))} is .*; give"):
+            RankAttention(**options)
 
     heads = torch.tensor([2, 0, 3, 1])
     qkv = make_qkv(1, 4, 320)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...attention import attention
 from ...call_stats import count_exact
-from ...checks.argument import check_kind, flag, whole_number
+from ...checks.argument import check_kind, check_tensor, flag, whole_number
 from ...checks.torch_call import as_autocast, why_exact
 from ...checks.validate import as_heads_first
 from ...common.torch_attention import exact_attention
@@ -57,7 +57,7 @@ class RankCall:
     def of(cls, q: Tensor, k: Tensor, v: Tensor, layout: str, *others: Any) -> RankCall:
         """Call of tensors in `layout`."""
         named = {"q": q, "k": k, "v": v}
-        q, k, v = (as_heads_first(name, as_autocast(x), layout) for name, x in named.items())
+        q, k, v = (as_autocast(as_heads_first(name, x, layout)) for name, x in named.items())
         return cls(q, k, v, layout, *others)
 
     def why_not_ours(self) -> str:
@@ -129,11 +129,18 @@ class RankAttention:
 
         Raises:
             Unsupported: a grid or places with ring.
+            ValueError: an argument is none of these.
         """
         policy = SparsePolicy() if policy is None else policy
         check_kind("policy", policy, SparsePolicy, "a SparsePolicy, say SparsePolicy(topk=0.3)")
         stats = RankStats() if stats is None else stats
         check_kind("stats", stats, RankStats, "a sparge.integrations.parallel.RankStats()")
+        if grid is not None:
+            check_kind("grid", grid, TokenGrid, "a TokenGrid, say TokenGrid(21, 30, 52)")
+        if places is not None:
+            check_tensor("places", places, "the token at each place, one at least")
+            if not places.numel():
+                raise ValueError("places is empty; give the token at each place.")
         self.stats = stats
         self._ring = flag("ring", ring)
         self._min_tokens = whole_number("min_tokens", min_tokens, 0)

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-import sys
+import inspect
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from ...attention import attention
 from ...call_stats import count_exact
 from ...checks.torch_call import as_autocast, why_exact
+from ...errors import Unsupported
 from ...sdpa import Substitute
 from .causal_mask import CausalMask, Prefill, prefill
 
@@ -23,10 +25,13 @@ Attended = tuple[Tensor, Tensor | None]
 #: Implementations that can stand behind ours: what a model had, if it is one of them.
 EXACT = ("sdpa", "eager")
 
+#: End of the names of functions that compute attention in a model's own file.
+_EAGER = "eager_attention_forward"
 #: Keywords by which layers ask for more than attention, and what that is.
 _EXTRAS = {
     "softcap": "capped logits (softcap)",
     "s_aux": "learned sinks",
+    "sinks": "learned sinks",
     "position_bias": "a position bias",
 }
 
@@ -72,6 +77,8 @@ class Functions:
         model's own implementation takes."""
         name = self._name(config)
         own = AttentionMaskInterface._global_mapping[name]
+        # Gemma 4 slices the queries of layers that share keys, and needs a mask that shows which.
+        is_sliced = bool(getattr(config, "num_kv_shared_layers", 0)) and q_length > 1
 
         def make(as_tensor: bool) -> Tensor | None:
             return own(
@@ -82,7 +89,7 @@ class Functions:
                 kv_offset=kv_offset,
                 mask_function=mask_function,
                 attention_mask=attention_mask,
-                allow_is_causal_skip=allow_is_causal_skip and not as_tensor,
+                allow_is_causal_skip=allow_is_causal_skip and not (as_tensor or is_sliced),
                 config=config,
                 dtype=dtype,
                 device=device,
@@ -119,7 +126,7 @@ class Functions:
     ) -> Attended:
         """Attention of a layer: query (B, H, Nq, D), key and value (B, Hkv, Nk, D)."""
         out = None
-        why = _more_than_attention(key, others)
+        why = _more_than_attention(key, others) or self._asks_for_weights(module, others)
         if why:
             count_exact(self.stats, why)
         elif isinstance(attention_mask, CausalMask):
@@ -195,9 +202,27 @@ class Functions:
         """Name of the implementation that a part of the model had."""
         return self._exact.get(id(config), self._otherwise)
 
+    def _asks_for_weights(self, module: nn.Module, others: dict[str, Any]) -> str:
+        """Reason why a call that gives its attention weights too stays exact; else empty."""
+        config = getattr(module, "config", None)
+        asked = others.get("output_attentions") or getattr(config, "output_attentions", False)
+        given = asked and self._name(config) == "eager"
+        return "attention weights are asked for (output_attentions)" if given else ""
+
     def _own(self, module: nn.Module) -> Callable[..., Attended]:
-        """Function of that implementation; "eager" is one of the model's own file."""
+        """Function of that implementation."""
         name = self._name(getattr(module, "config", None))
-        if name == "eager":
-            return vars(sys.modules[type(module).__module__])["eager_attention_forward"]
-        return AttentionInterface._global_mapping[name]
+        return _eager(type(module)) if name == "eager" else AttentionInterface._global_mapping[name]
+
+
+@cache
+def _eager(layer: type[nn.Module]) -> Callable[..., Attended]:
+    """Function "eager" of a class of layers: the one that its forward pass names."""
+    forward = inspect.unwrap(layer.forward)
+    for name in forward.__code__.co_names:
+        if name.endswith(_EAGER) and name in forward.__globals__:
+            return forward.__globals__[name]
+    raise Unsupported(
+        f"{layer.__name__} has no attention of its own that is known here; load the model with "
+        'attn_implementation="sdpa".'
+    )

@@ -6,9 +6,13 @@ from __future__ import annotations
 import itertools
 import weakref
 from dataclasses import dataclass
-from typing import Any
 
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from ...call_stats import CallStats
 from ...checks.argument import check_kind
@@ -26,11 +30,12 @@ class _Enabled:
     """A model that is sparse, and what it had before."""
 
     model: weakref.ref[PreTrainedModel]
-    before: str | dict[str, Any]
+    before: list[tuple[PreTrainedConfig, str | None]]
 
     def restore(self, name: str) -> None:
-        if (model := self.model()) is not None:
-            model.set_attn_implementation(self.before)
+        for config, before in self.before:
+            if config._attn_implementation == name:  # not what others set since
+                config._attn_implementation_internal = before
         _forget(name)
 
 
@@ -75,15 +80,20 @@ def enable(
         (`attention_sink=True`): a head that looks for nothing looks there.
 
     Raises:
-        Unsupported: the model does not take its attention from transformers' registry, or is the
-            copy of one that was sparse.
+        Unsupported: the model does not take its attention from transformers' registry, chooses
+            keys itself, has a part that is sparse, or is the copy of one that was.
     """
     model = getattr(model, "_orig_mod", model)
     check_kind("model", model, PreTrainedModel, "a model of transformers")
     stats = CallStats()
     substitute = Substitute.checked(policy, min_tokens, stats)
     _replace_earlier(model)
-    before = _implementations(model.config)
+    if any(getattr(part, "indexer", None) is not None for part in model.modules()):
+        raise Unsupported(
+            f"{type(model).__name__} chooses keys by an indexer of its own, which it does for "
+            "PyTorch's attention alone; it stays as it is."
+        )
+    before = [(config, config._attn_implementation) for config in _configs(model)]
     name = f"{_NAME}_{next(_numbers)}"
     by_config = {
         id(part.config): _exact(part.config._attn_implementation)
@@ -112,9 +122,12 @@ def enable(
 def _replace_earlier(model: PreTrainedModel) -> None:
     """Gives a model that is sparse its own attention back."""
     name = model.config._attn_implementation or ""
-    earlier = _enabled.get(name)
-    if earlier is not None and earlier.model() is model:
-        earlier.restore(name)
+    found = _enabled.get(name)
+    earlier = None if found is None else found.model()
+    if found is not None and earlier is model:
+        found.restore(name)
+    elif any(part is earlier for part in model.modules()):
+        raise Unsupported("A part of this model is sparse: call that one's disable() first.")
     elif name.startswith(_NAME):
         raise Unsupported(
             "This is a copy of a model that was sparse, and has the attention of that one: first "
@@ -126,12 +139,17 @@ def _exact(implementation: str | None) -> str:
     return implementation if implementation in EXACT else "sdpa"
 
 
-def _implementations(config: Any) -> str | dict[str, Any]:
-    """What `set_attn_implementation` takes to restore a model: a name, or names by sub-model."""
-    parts = {key: getattr(config, key, None) for key in config.sub_configs}
-    own = config._attn_implementation
-    below = {key: _implementations(part) for key, part in parts.items() if part is not None}
-    return {"": own, **below} if below else own
+def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
+    """Configurations that name an attention: those of the model's parts, and what these are of."""
+    left = [part.config for part in model.modules() if isinstance(part, PreTrainedModel)]
+    found: dict[int, PreTrainedConfig] = {}
+    while left:
+        config = left.pop()
+        if id(config) not in found:
+            found[id(config)] = config
+            below = (getattr(config, key, None) for key in config.sub_configs)
+            left += [part for part in below if isinstance(part, PreTrainedConfig)]
+    return list(found.values())
 
 
 def _forget(name: str) -> None:

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models of transformers whose files ask by name which attention they have, and models made of
+parts: what stays as it was, what is given back, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import sparge
+
+transformers: Any = pytest.importorskip("transformers", "5.24", reason="needs transformers 5.24")
+from transformers.models.llama.modeling_llama import LlamaAttention  # noqa: E402
+
+from sparge.integrations.transformers import enable  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SIZE: dict[str, Any] = {
+    "vocab_size": 99, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 512, "pad_token_id": 0,
+}  # fmt: skip
+SHORT, LEAST = 40, 100
+
+
+@pytest.fixture(autouse=True)
+def inference() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def ids(generator: torch.Generator) -> Tensor:
+    return torch.randint(3, 99, (1, 160), generator=generator)
+
+
+def llama(attention: str = "eager") -> Any:
+    config = transformers.LlamaConfig(**SIZE, intermediate_size=64, num_hidden_layers=1)
+    return transformers.LlamaForCausalLM._from_config(config, attn_implementation=attention).eval()
+
+
+@pytest.mark.parametrize("options", [{}, {"logits_to_keep": 3}], ids=["whole", "last three"])
+def test_short_prompts_of_layers_that_share_keys_are_the_models_own(
+    ids: Tensor, options: dict[str, int]
+) -> None:
+    """Gemma 4 then computes the last queries alone, with their rows of the mask."""
+    config = transformers.Gemma4TextConfig(
+        **SIZE, intermediate_size=64, num_hidden_layers=4, head_dim=16, global_head_dim=16,
+        hidden_size_per_layer_input=8, vocab_size_per_layer_input=99, num_kv_shared_layers=2,
+        layer_types=["sliding_attention", "full_attention"] * 2, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    model = transformers.Gemma4ForCausalLM(config).float().eval()
+    for weight in model.parameters():
+        if weight.dim() > 1:
+            torch.nn.init.normal_(weight, std=0.1)
+    own = model(ids[:, :SHORT], **options).logits
+    with enable(model, min_tokens=LEAST) as sparse:
+        assert torch.allclose(model(ids[:, :SHORT], **options).logits, own, atol=1e-5)
+    assert sum(sparse.stats.reasons.values()) == 4 and not sparse.stats.sparse_calls
+
+
+def test_attention_weights_are_given_where_the_model_gave_them(ids: Tensor) -> None:
+    model = llama()
+    with enable(model, min_tokens=LEAST) as sparse:
+        (weights,) = model(ids, output_attentions=True).attentions
+        assert weights.shape == (1, 4, 160, 160)
+        assert dict(sparse.stats.reasons) == {
+            "attention weights are asked for (output_attentions)": 1
+        }
+        model(ids)
+    assert sparse.stats.sparse_calls == 1
+
+
+def test_a_layer_of_a_class_of_ones_own_finds_its_eager_attention(ids: Tensor) -> None:
+    class Own(LlamaAttention):
+        pass
+
+    model = llama()
+    own = model(ids[:, :SHORT]).logits
+    model.model.layers[0].self_attn.__class__ = Own
+    with enable(model, min_tokens=LEAST):
+        assert torch.equal(model(ids[:, :SHORT]).logits, own)
+
+
+def test_parts_without_an_attention_are_left_without() -> None:
+    config = transformers.MoshiConfig(
+        **SIZE, num_hidden_layers=1, head_dim=16, ffn_dim=128
+    )  # its sub-configs name none
+    model = transformers.MoshiForCausalLM(config).eval()
+    parts = [config, *(getattr(config, key) for key in config.sub_configs)]
+    before = [part and part._attn_implementation for part in parts]
+    enable(model).disable()
+    assert [part and part._attn_implementation for part in parts] == before
+
+
+def test_what_would_be_another_attention_is_refused() -> None:
+    model = llama("sdpa")
+    with enable(model.model), pytest.raises(sparge.Unsupported, match="A part of this model is sp"):
+        enable(model)
+    with enable(model):
+        pass
+    model.model.layers[0].self_attn.indexer = torch.nn.Identity()
+    with pytest.raises(sparge.Unsupported, match="chooses keys by an indexer of its own"):
+        enable(model)
+    assert model.config._attn_implementation == "sdpa"
