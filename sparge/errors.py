@@ -3,14 +3,6 @@
 
 from __future__ import annotations
 
-import torch
-
-#: A host makes room and tries again; and after an error of the device nothing runs on it.
-MEANT_FOR_HOST: tuple[type[Exception], ...] = (
-    torch.OutOfMemoryError,
-    *filter(None, [getattr(torch, "AcceleratorError", None)]),
-)
-
 
 class Unsupported(ValueError):
     """Error of a call that cannot be served here; ``reason`` is a sentence written for the user.

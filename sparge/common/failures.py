@@ -13,9 +13,15 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ..errors import MEANT_FOR_HOST
+import torch
 
 logger = logging.getLogger("sparge")
+
+#: A host makes room and tries again; and after an error of the device nothing runs on it.
+MEANT_FOR_HOST: tuple[type[Exception], ...] = (
+    torch.OutOfMemoryError,
+    *filter(None, [getattr(torch, "AcceleratorError", None)]),
+)
 
 
 class Failures:

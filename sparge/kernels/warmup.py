@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from ..errors import MEANT_FOR_HOST, KernelBuildError, Unsupported
+from ..errors import KernelBuildError, Unsupported
 from .device import capabilities
 from .driver import DriverError
 from .loader import Progress, warm
@@ -117,7 +117,7 @@ class Warmup:
             return KERNEL_DID_NOT_LOAD if compiled else KERNEL_DID_NOT_COMPILE
         if self._error is None:
             return None
-        if isinstance(self._error, MEANT_FOR_HOST) or not isinstance(self._error, Exception):
+        if not isinstance(self._error, Exception):
             raise self._error
         logger.error("[Sparge] %s. Please report it.", NO_KERNELS, exc_info=self._error)
         return NO_KERNELS
