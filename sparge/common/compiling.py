@@ -32,8 +32,9 @@ def constant_in_graphs(function: _Function) -> _Function:
 
 
 def keep_to_graphs(function: Callable[..., Any]) -> None:
-    """Keeps torch.compile from making graphs of this function itself, of which a mode asked about
-    many functions would get one for each. In a graph of its caller it is traced as before."""
+    """Keeps torch.compile from compiling a function by itself, as it does where a graph has broken:
+    a mode that is asked about many functions would be compiled for each. Inside a graph of its
+    caller it is traced as before."""
     if torch.compiler.is_compiling():
         return
     dynamo = sys.modules.get("torch._dynamo.eval_frame")  # not there until something is compiled

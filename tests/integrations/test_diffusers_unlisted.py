@@ -102,5 +102,7 @@ def test_steps_of_a_model_without_a_row(form: str, dtype: torch.dtype) -> None:
     for number, timestep in enumerate(given[form].to(dtype)):
         assert steps.advance(timestep[None], None, COND) and steps.now == number
     assert steps.is_last and steps.are_known
+    only = Steps(timesteps[:1])
+    assert only.advance(given[form][:1].to(dtype), None, COND) and only.is_last
     unknown = Steps(timesteps)
     assert unknown.advance(torch.tensor([-7.0]), None, COND) and not unknown.are_known

@@ -85,7 +85,10 @@ def _given(values: Tensor, timestep: Tensor, scale: float | None) -> tuple[Tenso
     if scale is not None:
         return (values / scale).double(), True
     forms = [form(values.double()) for form in _FORMS]
-    off = [float((form - _latest(timestep)).abs().min() / form.abs().max()) for form in forms]
+    off = [
+        float((form - _latest(timestep)).abs().min() / form.abs().max().clamp(min=_ROUNDING))
+        for form in forms  # of a single step the last form is 0
+    ]
     least = min(off)
     return forms[off.index(least)], least <= _ROUNDING
 
