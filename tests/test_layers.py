@@ -108,7 +108,7 @@ def test_kernels_know_nothing_above_them() -> None:
 
 
 def test_a_stage_of_the_kernels_includes_no_other() -> None:
-    """What is not there or comes with a toolkit does not compile (tests/kernels)."""
+    """Other includes, of a toolkit or of nothing, do not compile (tests/kernels)."""
     csrc = ROOT / "csrc"
     for path in files(".cu", ".cuh", under=csrc):
         own = path.relative_to(csrc).parts[0].removesuffix(".cu").split("_")[0]  # of attend_hopper

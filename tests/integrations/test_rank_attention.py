@@ -215,8 +215,9 @@ def test_balanced_heads_give_ranks_equal_work_and_the_same_results(make_qkv, gen
     assert before.max() > 1.5 * before.mean() and after.max() < 1.02 * after.mean()
     with pytest.raises(ValueError, match="40 heads are not dealt evenly to 3 ranks"):
         balanced_heads(work, 3)
+    no_tensor: Any = [1.0, 2.0]
     with pytest.raises(ValueError, match="give a torch tensor: one number for each head"):
-        balanced_heads([1.0, 2.0], 2)  # type: ignore[arg-type]
+        balanced_heads(no_tensor, 2)
     wrong: list[dict[str, Any]] = [
         {"grid": (1, 2, 3)}, {"places": [0, 1]}, {"places": torch.zeros(0, dtype=torch.long)},
     ]  # fmt: skip

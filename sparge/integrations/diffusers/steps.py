@@ -94,7 +94,7 @@ def _given(values: Tensor, timestep: Tensor, scale: float | None) -> tuple[Tenso
 
 
 def _latest(timestep: Tensor) -> float:
-    """Tokens that are given, such as a first frame, have a timestep of 0."""
+    """Timestep of the tokens that are sampled; given ones, such as a first frame, have 0."""
     return float(timestep.max())
 
 
