@@ -21,8 +21,9 @@ figures are those of the second; first_run_seconds tells what the first one in a
 The default run has a run of two steps before it. The memory cache is emptied before each, as
 ComfyUI does between two prompts.
 
---only-first 7 takes 7 of the steps, 3 of the default run; run_seconds counts the others as long as
-the last one, and sampled_seconds is what was measured.
+--only-first 7 takes 7 of the steps, 3 of the default run; run_seconds counts each other step as
+long as the sparse ones are on average (the node spreads a run's densities over the steps that it
+is given), and sampled_seconds is what was measured.
 
 Each companion of --with runs without the node and with it; torch.compile's figures are of a second
 run. Of random weights EasyCache's choice of steps means nothing: its reuse_threshold is the one at
@@ -103,8 +104,11 @@ def measure_calls(host: Host, model: VideoModel, args: argparse.Namespace, write
                 host.sample(model, patchers, replace(sampling, steps=WARM_UP_STEPS, only_first=0))
             runs = 1 + ((args.again and run.widgets is not None) or companion is COMPILED)
             sampled = host.sample(model, patchers, sampling, run.widgets, companion, runs)
-            line = timed(sampled, sampling) | {"steps": args.steps, "cfg": args.cfg}
-            line |= host.remarks()
+            dense_steps = 0
+            if run.widgets is not None:
+                dense_steps = max(1, round(run.widgets["start_percent"] * args.steps))
+            line = timed(sampled, sampling, dense_steps)
+            line |= {"steps": args.steps, "cfg": args.cfg} | host.remarks()
             if run.widgets is not None:
                 line["start_percent"] = run.widgets["start_percent"]
                 line |= host.report(model.may_stay_dense or run.may_stay_dense)
@@ -146,8 +150,9 @@ def found_threshold(host: Host, model: VideoModel, patchers: list, sampling: Sam
     return companions.threshold_to_skip(round(sampling.steps / 3), skipped_at)
 
 
-def timed(sampled: list[Sampled], sampling: Sampling) -> dict[str, Any]:
-    """Figures of the last sampled run."""
+def timed(sampled: list[Sampled], sampling: Sampling, dense_steps: int = 0) -> dict[str, Any]:
+    """Figures of the last sampled run. Steps that were not taken count as long as those after
+    `dense_steps` are on average."""
     last = sampled[-1]
     line: dict[str, Any] = {
         "seconds_per_call": round(statistics.median(last.seconds[1:]), 4),
@@ -156,11 +161,13 @@ def timed(sampled: list[Sampled], sampling: Sampling) -> dict[str, Any]:
     }
     if taken := sampling.only_first:
         calls = len(last.seconds) // taken
-        rest = (sampling.steps - taken) * sum(last.seconds[-calls:])
+        alike = last.seconds[dense_steps * calls :]
+        rest = (sampling.steps - taken) * calls * statistics.fmean(alike)
         line |= {
             "run_seconds": round(last.run_seconds + rest, 4),
             "sampled_seconds": line["run_seconds"],
-            "extrapolated": f"{taken} of {sampling.steps} steps, the others as long as the last",
+            "extrapolated": f"{taken} of {sampling.steps} steps, the others as long as "
+            f"those after {dense_steps} are on average",
         }
     if len(sampled) > 1:
         line["first_run_seconds"] = [round(seconds, 4) for seconds in sampled[0].seconds]

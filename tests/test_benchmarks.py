@@ -254,11 +254,13 @@ def test_of_two_runs_the_second_counts() -> None:
     assert "first_run_seconds" not in timed([first], Sampling(3))
 
 
-def test_steps_that_were_not_taken_count_as_long_as_the_last() -> None:
-    two_calls_a_step = Sampled([5.0, 5.0, 2.0, 1.0], 14.0, torch.empty(0), torch.empty(0), 1.0, 2.0)
-    found = timed([two_calls_a_step], Sampling(20, only_first=2))
-    assert (found["run_seconds"], found["sampled_seconds"]) == (14 + 18 * 3, 14)
-    assert found["extrapolated"] == "2 of 20 steps, the others as long as the last"
+def test_steps_that_were_not_taken_count_as_long_as_sparse_ones_on_average() -> None:
+    two_calls_a_step = [5.0, 5.0, 4.0, 2.0, 2.0, 1.0]
+    sampled = Sampled(two_calls_a_step, 20.0, torch.empty(0), torch.empty(0), 1.0, 2.0)
+    found = timed([sampled], Sampling(20, only_first=3), dense_steps=1)
+    assert (found["run_seconds"], found["sampled_seconds"]) == (20 + 17 * 4.5, 20)
+    expected = "3 of 20 steps, the others as long as those after 1 are on average"
+    assert found["extrapolated"] == expected
 
 
 def test_models_in_a_row_share_the_steps() -> None:
