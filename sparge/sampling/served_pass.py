@@ -102,8 +102,10 @@ class ServedPass:
         computes more than the call's tokens, so its time says nothing of them."""
         # Measuring takes the dense result, too.
         timed = decision.kind is Kind.SELF and not padded
+        row = layer.row if timed else None
         once = DenseOnce(
-            partial(self._exact, given, timed, dense), partial(self._eight_bit, given, decision)
+            partial(self._exact, given, timed, dense),
+            partial(self._eight_bit, given, decision, row),
         )
         try:
             out = why or self._sparse(given, decision, layer, once)
@@ -132,13 +134,14 @@ class ServedPass:
             self.run.tally.add_cross()
         return result
 
-    def _eight_bit(self, given: GivenCall, decision: Decision) -> Tensor | None:
-        """Result by 8-bit dense attention; None where the call has to be exact."""
+    def _eight_bit(self, given: GivenCall, decision: Decision, row: int | None) -> Tensor | None:
+        """Result by 8-bit dense attention; None where the call has to be exact. row: as in
+        `SessionPass.eight_bit`."""
         exact = self.unusable or decision.why_exact
         if exact is not None or given.mask is not None or not isinstance(given.tensors, Call):
             return None
         with self.run.failures.caught("a dense call was computed exact"):
-            return self.begun.eight_bit(given.tensors)
+            return self.begun.eight_bit(given.tensors, row)
         return None
 
     def _sparse(

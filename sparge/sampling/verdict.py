@@ -87,8 +87,8 @@ def _second(result: RunResult) -> str:
         return result.notes[0]
     if tally.sparse:
         return _computed(result)
-    if tally.dense and tally.eight_bit == tally.dense:
-        return "all in 8 bits, nothing skipped"
+    if 2 * tally.eight_bit > tally.dense:
+        return "Nothing skipped, calls in 8 bits"
     return first_reason(result)
 
 

@@ -5,6 +5,7 @@ calls took by the ways to compute them. Nothing waits for either before the run 
 from __future__ import annotations
 
 import enum
+import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -52,12 +53,15 @@ class Spans:
     device: torch.device
     spans: list[Span] = field(default_factory=list)
 
+    def times(self, call: Call) -> bool:
+        """Whether a call is timed: a self-attention on a GPU that no CUDA graph records."""
+        whole = call.k.shape[2] == call.query_tokens
+        return self.device.type == "cuda" and whole and not being_recorded(self.device)
+
     @contextmanager
     def around(self, way: Way, call: Call, foretold: float | None) -> Iterator[None]:
-        """Context around work for a self-attention. What raises is not counted, nor is what a CUDA
-        graph records, nor a call of other keys than its queries."""
-        whole = call.k.shape[2] == call.query_tokens
-        if self.device.type != "cuda" or not whole or being_recorded(self.device):
+        """Context around work for a call, where it is timed. What raises is not counted."""
+        if not self.times(call):
             yield
             return
         stream = torch.cuda.current_stream(self.device)
@@ -150,20 +154,22 @@ class RunTime:
         """Adds up the work of (step, work) of each pass. Waits for the GPU."""
         by_step: dict[int, dict[Way, float]] = defaultdict(lambda: defaultdict(float))
         timed = [(step, span, span.seconds) for step, spans in passes for span in spans.spans]
-        exact: dict[tuple[Size, torch.device], float] = {}
+        exact: dict[tuple[Size, torch.device], list[float]] = defaultdict(list)
         for step, span, seconds in timed:
             by_step[step][span.way] += seconds
-            if span.way is Way.EXACT:  # the least, as the first call of a run loads kernels
-                exact[span.key] = min(seconds, exact.get(span.key, seconds))
+            if span.way is Way.EXACT:
+                exact[span.key].append(seconds)
+        # Of two the lesser, as the first call of a run loads kernels.
+        usual = {key: statistics.median_low(found) for key, found in exact.items()}
         saved, known, by_table = 0.0, False, False
         for _, span, seconds in timed:
             if span.way is Way.MEASURING:
                 saved -= seconds
             elif span.way is not Way.EXACT:
-                would = exact.get(span.key, span.foretold)
+                would = usual.get(span.key, span.foretold)
                 if would is None:
                     return cls(by_step, None, True)
-                by_table |= span.key not in exact
+                by_table |= span.key not in usual
                 saved, known = saved + would - seconds, True
         return cls(by_step, saved if known else None, by_table)
 

@@ -32,6 +32,8 @@ from .ways import Choice, Ways
 
 #: Reason of a dense call among sparse steps: its pass is dense only to be measured.
 MEASURING = "measuring"
+#: Layers whose dense calls in a run's first step are exact, for the run to learn what that takes.
+TIMED_LAYERS = (1, 2)
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,7 +110,7 @@ class SessionPass:
                 f"give one number for each entry, say {tuple(range(entries))}."
             )
         compute = partial(self.exact, call, exact or call.exact)
-        dense = DenseOnce(compute, partial(self.eight_bit, call))
+        dense = DenseOnce(compute, partial(self.eight_bit, call, layer))
         try:
             self._check(call)
             out = self.sparse(call, layer, dense)
@@ -123,9 +125,12 @@ class SessionPass:
         self.record.dense.add(layer)
         return dense.result()
 
-    def eight_bit(self, call: Call) -> Tensor | None:
-        """Result of a call by 8-bit dense attention; None where it has to be exact."""
+    def eight_bit(self, call: Call, row: int | None) -> Tensor | None:
+        """Result of a call of a layer by 8-bit dense attention; None where it has to be exact. row:
+        None where its exact call would not be timed."""
         if call.q.device != self.device or not self._choice(call).eight_bit_dense:
+            return None
+        if self.facts.step == 0 and row in TIMED_LAYERS and self.record.spans.times(call):
             return None
         # Exact attention may need less memory.
         with (

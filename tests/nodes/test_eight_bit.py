@@ -75,6 +75,40 @@ def test_the_dense_steps_are_in_eight_bits_and_measured(table, run, load_pack, q
     assert not torch.equal(dense, true) and torch.allclose(dense, true, atol=0.1)
 
 
+class Mark:
+    """Stands for an event: marks come one second after another."""
+
+    made = 0
+
+    def __init__(self, enable_timing):
+        Mark.made += 1
+        self.seconds = Mark.made
+
+    def record(self, stream):
+        pass
+
+    def synchronize(self):
+        pass
+
+    def elapsed_time(self, end):
+        return 1000.0 * (end.seconds - self.seconds)
+
+
+def test_a_layer_of_the_first_step_tells_what_exact_attention_takes(
+    table, run, load_pack, monkeypatch
+):
+    """Of more than two layers two do."""
+    monkeypatch.setattr(load_pack("sparge.tune.records").Spans, "times", lambda *given: True)
+    monkeypatch.setattr(torch.cuda, "Event", Mark)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    table(2.0)
+    got = run(start_percent=0.4, sigmas=(0.9, 0.85, 0.7, 0.5))
+    time, way = got.last.report.time, load_pack("sparge.tune").Way
+    assert (got.tally.eight_bit, got.tally.dense) == (3 * BLOCKS - 1, 3 * BLOCKS)
+    assert [step for step, of_step in time.by_step.items() if way.EXACT in of_step] == [0]
+    assert not time.by_table
+
+
 @pytest.mark.parametrize("widgets", [{"dense_blocks": "0-1"}, {"end_percent": 0.2}], ids=str)
 def test_calls_that_the_user_wants_dense_are_in_eight_bits(table, run, widgets):
     table(2.0)

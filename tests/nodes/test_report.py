@@ -240,7 +240,7 @@ UNREACHED = ["No attention call reached this node", "Put it last, before the sam
         ({"sparse": 0, "saved": None}, ["NOTHING WAS SPARSE", "before start_percent 0.2"]),
         (
             {"sparse": 0, "saved": 7.0, "eight_bit": 1},
-            ["1.2x faster: 34 s, not 41 s", "all in 8 bits, nothing skipped"],
+            ["1.2x faster: 34 s, not 41 s", "Nothing skipped, calls in 8 bits"],
         ),
         ({"sparse": 0, "forwards": 0, "reasons": {}}, ["The model did not run"]),
         ({"sparse": 0, "cross": 0, "reasons": {}}, UNREACHED),
