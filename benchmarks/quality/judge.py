@@ -24,7 +24,6 @@ class Call:
     """Attention call of a network, batch 1."""
 
     layer: Layer
-    is_causal: bool
     place: int = 0
     """Number of the layer among those judged, from 0, which tells the call's head settings."""
 
@@ -33,33 +32,25 @@ class Call:
         return self.layer.q.shape[1]
 
     def quantized(self, cubes: bool) -> Quantized:
-        """Operands in cube order, or as the tokens come where they have no grid."""
-        grid, (q, k, v) = self.layer.grid, self.layer[1:4]
-        return quantize_qkv(q, k, v, grid_order(grid).of_kind(0) if grid and cubes else None)
+        """Operands in cube order, or as the tokens come."""
+        order = grid_order(self.layer.grid).of_kind(0) if cubes else None
+        return quantize_qkv(*self.layer[1:4], order)
 
     def truth(self, tokens: Tensor) -> Tensor:
         """(heads, rows, D): dense attention in float32 of the queries `tokens` (rows,)."""
-        seen = None
-        if self.is_causal:
-            keys = torch.arange(self.layer.k.shape[2], device=tokens.device)
-            seen = keys <= tokens.unsqueeze(-1)
         q, k, v = self.layer.q[:, :, tokens].float(), self.layer.k.float(), self.layer.v.float()
-        return scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)[0]
+        return scaled_dot_product_attention(q, k, v)[0]
 
     def drawn(self, count: int, seed: int, avoid: Collection[int]) -> Tensor:
-        """Tokens of `count` query blocks at random, in cube order where there is a grid, none of
-        them exact and none of `avoid`.
+        """Tokens of `count` query blocks at random, in cube order, none of them exact and none of
+        `avoid`.
 
         Raises:
             ValueError: there are fewer.
         """
-        tokens = torch.arange(self.layer.q.shape[2])
-        exact: set[int] = set()
-        if self.layer.grid is not None:
-            order = grid_order(self.layer.grid).of_kind(0)
-            tokens = order.slot_token.long()
-            exact = set(order.queries_exact.nonzero().flatten().tolist())
-        blocks = tokens.split(QUERY_BLOCK)
+        order = grid_order(self.layer.grid).of_kind(0)
+        exact = set(order.queries_exact.nonzero().flatten().tolist())
+        blocks = order.slot_token.long().split(QUERY_BLOCK)
         left = sorted(set(range(len(blocks))) - exact - set(avoid))
         if len(left) < count:
             raise ValueError(

@@ -36,7 +36,7 @@ class Measured:
                 measurement = Measurement.begin(
                     layers=layers,
                     heads=call.heads,
-                    workload=_workload(call),
+                    workload=Workload(grid_order(call.layer.grid)),
                     blocks_a_call=blocks_a_call,
                     measure=measure_for(q.device),
                     device=q.device,
@@ -59,9 +59,3 @@ class Measured:
         ]
         assert len(measured) == settings.layers
         return measured
-
-
-def _workload(call: Call) -> Workload:
-    if call.layer.grid is None:
-        return Workload.of_tokens(call.layer.q.shape[2], call.is_causal, sink=call.is_causal)
-    return Workload(grid_order(call.layer.grid), call.is_causal)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from sparge.reference import Quantized, route
 class Mode:
     name: str
     cubes: bool
-    """Cube order where the tokens have a grid; else the order they come in."""
+    """Cube order; else the order that the tokens come in."""
     sol: bool = False
     """One pooled term a query block, from its mean query, for all that it drops."""
     measured: bool = False
@@ -36,19 +36,12 @@ class Mode:
         """Number of variants of the token order that the steps of a sampling run take in turn."""
         return VARIANTS if self.cubes and not self.sol else 1
 
-    def rules(
-        self, head_settings: HeadSettings, is_causal: bool
-    ) -> tuple[SparsePolicy, HeadSettings | None]:
-        """Arguments that attention is given for `budget`: a policy says what it can say of that, as
-        in mode manual of the node.
-
-        Under causal every mode keeps the first key block: a language model's first token takes the
-        attention that a head has no use for, and the mean of its block hides it from routing.
-        """
-        policy = SparsePolicy(attention_sink=is_causal)
+    def rules(self, head_settings: HeadSettings) -> tuple[SparsePolicy, HeadSettings | None]:
+        """Arguments that attention is given for `head_settings`: a policy says what it can say of
+        them, as in mode manual of the node."""
         if self.measured:
-            return policy, head_settings
-        return replace(policy, topk=head_settings.density), None
+            return SparsePolicy(), head_settings
+        return SparsePolicy(topk=head_settings.density), None
 
 
 MODES = (
@@ -74,11 +67,11 @@ def where(mode: Mode, device: torch.device) -> str:
 
 
 def order_of(
-    mode: Mode, grid: TokenGrid | None, device: torch.device, variant: int = 0
+    mode: Mode, grid: TokenGrid, device: torch.device, variant: int = 0
 ) -> TokenOrder | None:
     """All token orders where each head has its own, else the order of the variant, cubes in the
     first, or the order that the tokens come in."""
-    if grid is None or not mode.cubes:
+    if not mode.cubes:
         return None
     return (grid_order if mode.measured else unmeasured_order)(grid, variant).on(device)
 
@@ -90,32 +83,30 @@ def attention(
     v: Tensor,
     head_settings: HeadSettings,
     order: TokenOrder | None,
-    is_causal: bool = False,
 ) -> tuple[Tensor, Callable[[], float]]:
-    """(B, H, N, D) float32 in token order, and a function that waits for the density. `budget` and
-    `order` on q's device."""
+    """(B, H, N, D) float32 in token order, and a function that waits for the density.
+    `head_settings` and `order` are on q's device."""
     if mode.sol:
-        assert not is_causal, "sol is a method for video"
         out, density = sol_attention(q, k, v, float(head_settings.density[0]), order)
         return out, lambda: density
-    policy, own = mode.rules(head_settings, is_causal)
+    policy, own = mode.rules(head_settings)
     stats = sparge.AttentionStats(q.device)
     options = {"order": order, "head_settings": own, "stats": stats, "output_dtype": torch.float32}
-    out = sparge.attention(q, k, v, policy, is_causal=is_causal, **options)
+    out = sparge.attention(q, k, v, policy, **options)
     return out, lambda: stats.density
 
 
-def share_for(mode: Mode, x: Quantized, density: float, is_causal: bool) -> float:
+def share_for(mode: Mode, x: Quantized, density: float) -> float:
     """Largest share of key blocks a query block whose density does not exceed `density`.
 
-    They differ: forced blocks come on top, and under causal the early query blocks see few keys. A
-    density that forced blocks alone exceed gives the least share there is.
+    They differ, as forced blocks come on top. A density that those alone exceed gives the least
+    share there is.
     """
     blocks, scale = x.key_counts.shape[1], x.head_dim**-0.5
 
     def density_of(count: int) -> float:
-        policy, own = mode.rules(HeadSettings.uniform(x.heads, share_of(count, blocks)), is_causal)
-        return route(x, policy, own, scale=scale, is_causal=is_causal).density()
+        policy, own = mode.rules(HeadSettings.uniform(x.heads, share_of(count, blocks)))
+        return route(x, policy, own, scale=scale).density()
 
     low, high = 1, blocks + 1
     while high - low > 1:

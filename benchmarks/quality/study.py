@@ -4,10 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import cached_property
 from statistics import mean
-
-from torch import Tensor
 
 from benchmarks.quality.data import DataSet
 from benchmarks.quality.judge import HeadError, head_errors, summary
@@ -42,7 +39,7 @@ class Study:
         device = calls[0].layer.q.device
         if not mode.measured:
             first = calls[0]
-            share = share_for(mode, first.quantized(mode.cubes), density, first.is_causal)
+            share = share_for(mode, first.quantized(mode.cubes), density)
             return [HeadSettings.uniform(call.heads, share).on(device) for call in calls]
         assert self._measured is not None  # the mode is one of those the study was made for
         by_place = self._measured.budgets(density, device)
@@ -58,33 +55,9 @@ class Study:
         ):
             layer = call.layer
             order = order_of(mode, layer.grid, layer.q.device)
-            out, reached = attention(mode, *layer[1:4], head_settings, order, call.is_causal)
+            out, reached = attention(mode, *layer[1:4], head_settings, order)
             errors += head_errors(layer.name, out[0, :, tokens], call.truth(tokens))
             densities.append(reached())
         named = {"data": self.data.name, "mode": mode.name, "asked_density": density}
         named |= {"layers": self.data.layers, "density": mean(densities)}
         return named | summary(errors)
-
-    def perplexity(self, mode: Mode, density: float) -> Row:
-        """Perplexity of the text, every layer in this mode; the fields to add to its row."""
-        if self.data.text is None:
-            raise ValueError(f"{self.data.name} is no text; perplexity is one of smollm.")
-        model, tokens = self.data.text
-        budgets, densities = self.budgets(mode, density), []
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            out, reached = attention(mode, q, k, v, budgets[layer], None, is_causal=True)
-            densities.append(reached())
-            return out
-
-        return {
-            "perplexity": model.perplexity(tokens, attend),
-            "perplexity_density": mean(densities),
-            "dense_perplexity": self.dense_perplexity,
-        }
-
-    @cached_property
-    def dense_perplexity(self) -> float:
-        assert self.data.text is not None  # asked for by `perplexity` alone
-        model, tokens = self.data.text
-        return model.perplexity(tokens)

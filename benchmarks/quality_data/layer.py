@@ -11,11 +11,10 @@ from sparge.order.grid import TokenGrid
 
 
 class Layer(NamedTuple):
-    """q (1, heads, tokens, head_dim), k and v (1, KV heads, tokens, head_dim), one dtype."""
+    """q, k and v (1, heads, tokens, head_dim) of one dtype, and the grid of their tokens."""
 
     name: str
     q: Tensor
     k: Tensor
     v: Tensor
-    grid: TokenGrid | None
-    """Token grid; None for a text."""
+    grid: TokenGrid

@@ -29,17 +29,4 @@ def video(generator: torch.Generator) -> Call:
         random = torch.randn(1, HEADS, GRID.tokens, HEAD_DIM, generator=generator)
         return (strength * field + noise * random).bfloat16()
 
-    return Call(Layer("made", draw(0.3), draw(0.3), draw(0.5), GRID), is_causal=False)
-
-
-@pytest.fixture
-def text(video: Call) -> Call:
-    """Same tokens without a grid, causal, two query heads to a KV head."""
-    layer = video.layer
-    q = torch.cat([layer.q, layer.q.flip(1)], 1)
-    return Call(layer._replace(q=q, grid=None), is_causal=True)
-
-
-@pytest.fixture(params=["video", "text"])
-def call(request: pytest.FixtureRequest) -> Call:
-    return request.getfixturevalue(request.param)
+    return Call(Layer("made", draw(0.3), draw(0.3), draw(0.5), GRID))

@@ -22,29 +22,18 @@ def run(call: Call, mode: Mode, share: float) -> tuple[Tensor, float]:
     """(heads, tokens, D) in token order, and the density."""
     layer, head_settings = call.layer, HeadSettings.uniform(call.heads, share)
     order = order_of(mode, layer.grid, layer.q.device)
-    out, density = attention(mode, *layer[1:4], head_settings, order, call.is_causal)
+    out, density = attention(mode, *layer[1:4], head_settings, order)
     return out[0], density()
 
 
 @pytest.mark.parametrize("mode", MODES, ids=[mode.name for mode in MODES])
-def test_all_blocks_kept_is_dense_attention(call: Call, mode: Mode) -> None:
-    if mode.sol and call.is_causal:
-        pytest.skip("sol is a method for video")
-    truth = call.truth(torch.arange(call.layer.q.shape[2]))
-    dense, density = run(call, mode, 1.0)
+def test_all_blocks_kept_is_dense_attention(video: Call, mode: Mode) -> None:
+    truth = video.truth(torch.arange(video.layer.q.shape[2]))
+    dense, density = run(video, mode, 1.0)
     assert density == 1 and rel_l2(dense, truth) < EIGHT_BITS
-    sparse, density = run(call, mode, 0.1)
+    sparse, density = run(video, mode, 0.1)
     assert density < 0.6
     assert rel_l2(sparse, truth) > 2 * EIGHT_BITS, "dropping blocks changes the output"
-
-
-@pytest.mark.parametrize("mode", [m for m in MODES if not m.sol], ids=lambda mode: mode.name)
-def test_every_mode_keeps_the_first_keys_of_a_text(text: Call, video: Call, mode: Mode) -> None:
-    for call in (text, video):
-        policy, own = mode.rules(HeadSettings.uniform(call.heads, 0.1), call.is_causal)
-        x = call.quantized(cubes=False)
-        kept = route(x, policy, own, scale=0.125, is_causal=call.is_causal).kept
-        assert bool(kept[..., 0].all()) == call.is_causal
 
 
 def test_drop_is_a_top_k_of_pooled_scores_in_raster_order(video: Call) -> None:
@@ -70,7 +59,7 @@ def test_sol_is_one_pooled_term_a_query_block(video: Call) -> None:
     mode, layer = BY_NAME["sol"], video.layer
     x = video.quantized(cubes=True)
     assert x.order is not None
-    policy, _ = mode.rules(HeadSettings.uniform(2, SHARE), False)
+    policy, _ = mode.rules(HeadSettings.uniform(2, SHARE))
     scale = layer.q.shape[-1] ** -0.5
     slot = x.order.token_slot.long()
     query_block, key_block = slot // QUERY_BLOCK, slot // KEY_BLOCK
@@ -92,12 +81,12 @@ def test_sol_is_one_pooled_term_a_query_block(video: Call) -> None:
 
 
 @pytest.mark.parametrize("density", [0.35, 0.5, 1.0])
-def test_a_share_reaches_its_density_and_no_more(call: Call, density: float) -> None:
-    mode, x = BY_NAME["ours manual"], call.quantized(cubes=True)
-    share = share_for(mode, x, density, call.is_causal)
-    assert run(call, mode, share)[1] <= density
+def test_a_share_reaches_its_density_and_no_more(video: Call, density: float) -> None:
+    mode, x = BY_NAME["ours manual"], video.quantized(cubes=True)
+    share = share_for(mode, x, density)
+    assert run(video, mode, share)[1] <= density
     if density < 1:
         one_step = 2 / x.key_counts.shape[1]
-        assert run(call, mode, share + one_step)[1] > density
+        assert run(video, mode, share + one_step)[1] > density
     else:
-        assert run(call, mode, share)[1] == 1
+        assert run(video, mode, share)[1] == 1

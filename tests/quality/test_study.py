@@ -45,8 +45,6 @@ def test_rows_keep_the_asked_density_and_ours_beats_drop(video: Call) -> None:
     assert rows["ours auto"]["rel_l2"] < 0.7 * rows["drop"]["rel_l2"]
     head_settings = study.budgets(AUTO, 0.4)[0]
     assert head_settings.density[0] != head_settings.density[1], "what the heads need"
-    with pytest.raises(ValueError, match="is no text"):
-        study.perplexity(MODES[0], 0.5)
 
 
 def test_the_command_judges_calls(video: Call, monkeypatch, tmp_path: Path) -> None:
@@ -67,20 +65,6 @@ def test_layers_are_measured_in_all_their_calls(video: Call) -> None:
     assert len(study.budgets(AUTO, 0.5)) == 2
     with pytest.raises(ValueError, match="saw 1 layers; 2"):
         Measured.on([video, video], 2, blocks_a_call=2)
-
-
-def test_a_text_is_judged_and_its_perplexity_taken(text: Call) -> None:
-    class Model:
-        def perplexity(self, tokens, attention=None) -> float:
-            if attention is None:
-                return 2.0
-            return float(attention(0, *text.layer[1:4]).abs().mean())
-
-    data = DataSet("made", [text], [text], (Model(), torch.arange(9)))  # type: ignore[arg-type]
-    study = Study(data, [AUTO], 2, 3, seed=0)
-    found = study.row(AUTO, 0.5) | study.perplexity(AUTO, 0.5)
-    assert found["density"] == pytest.approx(found["perplexity_density"])
-    assert found["perplexity"] > 0 and found["dense_perplexity"] == 2.0 and found["rel_l2"] < 0.5
 
 
 def test_errors_of_known_vectors() -> None:
