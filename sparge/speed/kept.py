@@ -65,6 +65,7 @@ def speed_table(device: torch.device | str, backend: Backend = TORCH) -> SpeedTa
     with _lock:
         key = _key(device, backend)
         if key in _known:
+            adopt(_known[key].chosen, device)  # another GPU of that name has calls of its own
             return _known[key]
         facts = facts_of(device, backend)
         table = _read(facts, variants(capabilities(device).arch))
