@@ -203,7 +203,7 @@ def test_current_stream(qkv: Operands) -> None:
 
 
 def test_cuda_graph_keeps_its_table_and_its_order(qkv: Operands) -> None:
-    """However many others come after the recording."""
+    """However many others come after the recording, and though a session of the grid ends."""
     settings, order = HeadSettings.uniform(4, 0.5, device="cuda"), grid_order(GRID)
 
     def call() -> Tensor:
@@ -219,6 +219,7 @@ def test_cuda_graph_keeps_its_table_and_its_order(qkv: Operands) -> None:
         other.on("cuda:0")
     for index in range(4 * KEPT_TABLES):
         settings.table(SparsePolicy(pvthreshd=10.0 + index))
+    order.forget_copies()
     torch.cuda.empty_cache()
     filled = [torch.full((1 << 20,), -1, dtype=torch.int32, device="cuda") for _ in range(64)]
     qkv[0].copy_(qkv[0].flip(2))
