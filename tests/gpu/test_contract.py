@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -200,6 +201,39 @@ def test_current_stream(qkv: Operands) -> None:
         out = attention(late, k, v, HALF)
     torch.cuda.current_stream().wait_stream(side)
     assert torch.equal(out, truth)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("aside", [False, True], ids=["default stream", "side stream"])
+def test_another_gpu_than_the_current_one(aside: bool, make_qkv) -> None:
+    """Also in a thread that has used no GPU yet."""
+    qkv = make_qkv(1, 4, GRID.tokens, 128, device="cuda:1")
+    order, settings = grid_order(GRID), HeadSettings.uniform(4, 0.5, 1.0, device="cuda:1")
+
+    def call() -> Tensor:
+        return attention(*qkv, SparsePolicy(), order=order, head_settings=settings)
+
+    with torch.cuda.device(1):
+        expected = call()
+        stream = torch.cuda.Stream() if aside else torch.cuda.default_stream()
+        torch.cuda.synchronize()
+    assert torch.cuda.current_device() == 0
+
+    def of_thread() -> Tensor:
+        before = torch.cuda.current_stream(1)
+        torch.cuda.set_stream(stream)
+        torch.cuda.set_device(0)
+        try:
+            return call()
+        finally:
+            torch.cuda.set_stream(before)
+            torch.cuda.set_device(0)
+
+    with ThreadPoolExecutor(1) as pool:
+        outs = [of_thread(), pool.submit(of_thread).result()]
+    torch.cuda.synchronize(1)
+    assert all(torch.equal(out, expected) for out in outs)
+    assert torch.cuda.current_device() == 0
 
 
 def test_cuda_graph_keeps_its_table_and_its_order(qkv: Operands) -> None:
