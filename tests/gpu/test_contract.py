@@ -34,6 +34,7 @@ from sparge.order import copies as order_copies
 from sparge.stages import pipeline
 from sparge.stages.rules import NO_ORDER, AttendRules, QuantizeRules, RouteRules, Select
 from sparge.stats import Counter
+from sparge.tune import Measurement, Workload, kernel_measure
 from tests.gpu.conftest import HALF, no_waits
 from tests.gpu.test_head_settings import settings_of, with_orders
 
@@ -260,6 +261,29 @@ def test_cuda_graph_keeps_its_table_and_its_order(qkv: Operands) -> None:
     graph.replay()
     assert torch.equal(out, call())
     del filled
+
+
+def test_deterministic_mode_changes_no_bit(qkv: Operands) -> None:
+    """It fills what is allocated, and refuses some of torch's own operations."""
+    order, settings = grid_order(GRID), HeadSettings.uniform(4, 0.5, 1.0, Router.ERROR, "cuda")
+
+    def results() -> list[Tensor]:
+        out, lse = attention(
+            *qkv, SparsePolicy(), order=order, head_settings=settings, return_lse=True
+        )
+        measurement = Measurement.begin(
+            layers=1, heads=4, workload=Workload(order), measure=kernel_measure, device="cuda"
+        )
+        measurement.add(0, *qkv)
+        return [out, lse, measurement.squared_error]
+
+    expected = results()
+    torch.use_deterministic_algorithms(True)
+    try:
+        found = results()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(map(torch.equal, found, expected))
 
 
 def test_torch_compile_without_a_break(qkv: Operands) -> None:
