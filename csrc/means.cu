@@ -2,7 +2,7 @@
 // Launch 1: mean of K, and mean and scale of V, per (batch, kv head, channel), over the valid keys.
 //
 // Semantics   k_mean = sum K / n over one of every k_stride runs of 64 keys (0 without smooth_k); v_mean = sum V / n;
-//             v_scale = max(max V - v_mean, v_mean - min V) / 448, 1 when that is 0.
+//             v_scale = max(max V - v_mean, v_mean - min V) / 448, at least 2^-126, 1 when that is 0.
 // Strategy    On Hopper a cluster of four thread blocks has K or V of one head: its blocks share out whole tokens, and each then
 //             adds up a quarter of the channels of all. Elsewhere each block reads its 32 channels (64 bytes) of every token.
 //             V comes first: with a token order K is a seventh of the work, and fills what V leaves free.
@@ -35,6 +35,7 @@ constexpr int kRuns = kReaders / kRunReaders;            // runs that all reader
 constexpr int kStages = 10;      // copies in flight a thread: 40 KB a block, as much as static shared memory has room for
 constexpr int kBlocksPerSm = 3;  // all 384 blocks of the Mochi shape run at once on 132 SMs
 
+constexpr float kLeastValueScale = 0x1p-126f;  // its reciprocal, by which quantize multiplies, is finite
 constexpr float kSumUnit = 0x1p-24f;  // factor of each number, so that no sum of 16 million of them overflows
 
 struct Sums {
@@ -177,7 +178,7 @@ SPARGE_DEVICE void reduce_slice(const MeansParams& p, Smem& smem, const Chunks<k
   if (values) {
     const float reach = length ? fmaxf(extent.high - mean, mean - extent.low) : 0.0f;
     p.v_mean[at] = mean;
-    p.v_scale[at] = reach > 0.0f ? reach / kValueLevels : 1.0f;
+    p.v_scale[at] = reach > 0.0f ? fmaxf(reach / kValueLevels, kLeastValueScale) : 1.0f;
   } else {
     p.k_mean[at] = p.smooth_k ? mean : 0.0f;
     if (p.reach && slice == 0 && threadIdx.x == 0) p.reach[b * p.problem.kv_heads + head] = 0;

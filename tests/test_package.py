@@ -143,6 +143,14 @@ def test_a_machine_without_a_gpu_reads_the_reason_and_one_without_torch_too() ->
         assert kernels.capabilities("cuda").reason in run("-I")
 
 
+def test_a_torch_that_does_not_load_is_not_called_missing(tmp_path, monkeypatch) -> None:
+    error = "libcudart.so.12: cannot open shared object file"
+    (tmp_path / "torch.py").write_text(f"raise ImportError({error!r})")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    said = run()
+    assert f"could not be prepared: {error}" in said and "lacks" not in said
+
+
 @pytest.mark.parametrize(
     ("capability", "fails", "words"),
     [

@@ -21,7 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import sparge
 from sparge import HeadSettings, Precision, Router, SparsePolicy, TokenGrid, grid_order
-from sparge.tune import Measurement, Workload
+from sparge.tune import Aim, Measurement, Model, Session, Workload
 
 attention: Any = sparge.attention
 SPARSE = SparsePolicy(topk=0.4)
@@ -94,6 +94,27 @@ def test_nothing_around_changes_a_bit(make_qkv, precision, around: Callable[[], 
     for one, other in zip(found, expected, strict=True):
         assert one.dtype == other.dtype and one.device == other.device
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("around", ["default bf16", "default fp64", "default device"])
+def test_a_session_reports_the_same(make_qkv, around: str) -> None:
+    model, x = Model(layers=2, heads=2, grid=GRID), make_qkv(1, 2, GRID.tokens, 64)[0]
+
+    def told() -> list[str]:
+        session = Session(Aim("budget", 0.5), steps=3)
+        for step in range(3):
+            running = session.begin_step(step, model, "cpu")
+            for layer in range(model.layers):
+                running.attend(layer, x, x, x)
+            running.end()
+        report = session.report()
+        assert report.by_step.dtype == report.of_heads("density").dtype == torch.float32
+        return [str(report), *report.details()]
+
+    expected = told()
+    assert "layer, density" in "".join(expected)
+    with SURROUNDINGS[around]():
+        assert told() == expected
 
 
 FORWARD, REVERSE = "no forward-mode derivative", "no backward pass"

@@ -58,7 +58,7 @@ def fits_ninja(job: Job) -> bool:
 def run_ninja(ninja: Path, job: Job, workers: int) -> bool:
     """Build what is missing or older than its sources; True when every edge succeeded."""
     with _graph_folder(job.out) as folder:
-        write_whole(folder / "build.ninja", write_graph(job).encode())
+        write_whole(folder / "build.ninja", os.fsencode(write_graph(job)))
         # -k 0: one broken kernel must not hide what the others say.
         command = [str(ninja), "-C", str(folder), "-j", str(workers), "-k", "0"]
         return subprocess.run(command).returncode == 0

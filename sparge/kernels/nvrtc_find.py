@@ -35,12 +35,19 @@ def libraries(prefer_major: int | None = None) -> list[Path]:
     found = [
         (int(match[1]), library)
         for folder in _folders()
-        if folder.is_dir()
-        for library in sorted(folder.iterdir())
+        for library in _files(folder)
         if (match := _LIBRARY.fullmatch(library.name))
     ]
     found.sort(key=lambda entry: entry[0] != prefer_major)  # stable: keeps the folders' order
     return list(dict.fromkeys(library for _, library in found))
+
+
+def _files(folder: Path) -> list[Path]:
+    """Files of a folder; none where it is not there, or not for this user to enter."""
+    try:
+        return sorted(folder.iterdir())
+    except OSError:
+        return []
 
 
 def builtins_of(library: Path) -> list[Path]:

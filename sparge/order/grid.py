@@ -113,6 +113,8 @@ class TokenOrder:
     """Empty in an order that was taken from another sequence: there they are not in one piece."""
     # Not given, so that `replace` makes new ones: copies hold these blocks.
     _copies: dict[torch.device, TokenOrder] = field(default_factory=dict, init=False, repr=False)
+    _recorded: set[torch.device] = field(default_factory=set, init=False, repr=False)
+    """Devices whose copies are never forgotten, because recorded calls read them in place."""
 
     def __post_init__(self) -> None:
         check_tensors(
@@ -176,7 +178,8 @@ class TokenOrder:
             if not torch.compiler.is_compiling():
                 order_copies.remember(self, device)
         if being_recorded(device):
-            order_copies.keep_for_good(self, device)  # recorded calls read it in place
+            self._recorded.add(device)
+            order_copies.keep_for_good(self, device)
         return copy
 
     def forget_copy(self, device: torch.device) -> None:
@@ -184,8 +187,10 @@ class TokenOrder:
         self._copies.pop(device, None)
 
     def forget_copies(self) -> None:
-        """Forgets the copies that `on` made: orders are kept, and a device's memory is dear."""
-        self._copies.clear()
+        """Forgets the copies that `on` made, but for recorded ones: orders are kept, and a device's
+        memory is dear."""
+        for device in self._copies.keys() - self._recorded:
+            self.forget_copy(device)
 
     def of_kind(self, index: int) -> TokenOrder:
         """Order that keeps one of the token orders alone; copies nothing."""

@@ -22,6 +22,8 @@ from .quantized import Quantized, blocked, gather
 # scale; a scale of 1 would make one level worth more than all real logits, and with it the rounding
 # of a kernel's score offset.
 ZERO_SCALE = 2.0**-80
+# Least scale of a channel of values: its reciprocal is finite.
+LEAST_CHANNEL_SCALE = 2.0**-126
 # Means are sums of numbers times this, so that sums of large numbers do not overflow.
 SUM_UNIT = 2.0**-24
 
@@ -162,7 +164,8 @@ def _quantize_values(
         v_scale = torch.ones_like(vbar)
         if arithmetic.quantized_qk:
             largest = pad(centred, (0, 0, 0, 1)).abs().amax(0)  # a zero row: there may be no keys
-            v_scale = torch.where(largest > 0, largest / E4M3_MAX, 1.0)
+            scale = (largest / E4M3_MAX).clamp(min=LEAST_CHANNEL_SCALE)
+            v_scale = torch.where(largest > 0, scale, 1.0)
     rows = gather(centred, order)
     blocks = blocked(rows, KEY_BLOCK)
     mean = blocks.sum(1) / counts.clamp(min=1).unsqueeze(-1)

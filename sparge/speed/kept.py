@@ -47,8 +47,12 @@ _lock = threading.Lock()
 
 
 def known_table(device: torch.device, backend: Backend = TORCH) -> SpeedTable | None:
-    """Table that this process has; never measures, never waits."""
-    return _known.get(_key(device, backend)) if device.type == "cuda" else None
+    """Table that this process has, of this GPU or of another one of its name; never measures, never
+    waits for the GPU. 8-bit calls use its variants, as in `speed_table`."""
+    table = _known.get(_key(device, backend)) if device.type == "cuda" else None
+    if table is not None:
+        adopt(table.chosen, device)
+    return table
 
 
 def speed_table(device: torch.device | str, backend: Backend = TORCH) -> SpeedTable | None:
@@ -63,9 +67,8 @@ def speed_table(device: torch.device | str, backend: Backend = TORCH) -> SpeedTa
     if not capabilities(device).usable or device.type != "cuda":
         return None
     with _lock:
-        key = _key(device, backend)
-        if key in _known:
-            return _known[key]
+        if (known := known_table(device, backend)) is not None:
+            return known
         facts = facts_of(device, backend)
         table = _read(facts, variants(capabilities(device).arch))
         if table is None:
@@ -79,7 +82,7 @@ def speed_table(device: torch.device | str, backend: Backend = TORCH) -> SpeedTa
             else:
                 _keep(table)
         adopt(table.chosen, device)
-        _known[key] = table
+        _known[_key(device, backend)] = table
         return table
 
 

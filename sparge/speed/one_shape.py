@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from ..order.grid import TokenGrid, grid_order
+from ..stages.as_written import as_written
 from .backend import Backend
 from .timing import least_seconds, works
 
@@ -43,7 +44,7 @@ def time_shape(
     """
     generator = torch.Generator(device).manual_seed(0)
     shape = (3, 1, heads, grid.tokens, head_dim)
-    with torch.inference_mode(), torch.cuda.device(device):
+    with torch.inference_mode(), torch.cuda.device(device), as_written(device):
         q, k, v = torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
         calls = works(grid, (q, k, v), backend, densities)
         exact, eight_bit, *sparse = (least_seconds(work)[0] for _, _, work in calls)

@@ -43,11 +43,12 @@ def expected(element: Element, q: Tensor, k: Tensor, v: Tensor, kept: Tensor) ->
 def _inputs(head_dim: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """q, k, v and a block mask. Keys have a mean, and blocks of values differ in size: what a
     scale by block is for."""
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = torch.randn(3, 1, HEADS, TOKENS, head_dim, generator=generator)
-    k = k + torch.randn(1, HEADS, 1, head_dim, generator=generator)
-    v = v * (1 + torch.arange(TOKENS) // KEY_BLOCK)[:, None]
-    blocks = (1, HEADS, block_count(TOKENS, QUERY_BLOCK), block_count(TOKENS, KEY_BLOCK))
-    kept = torch.rand(blocks, generator=generator) < KEPT
-    kept[..., 0] = True
-    return q.bfloat16(), k.bfloat16(), v.bfloat16(), kept
+    with torch.device("cpu"):  # whatever the caller's default is
+        generator = torch.Generator().manual_seed(0)
+        q, k, v = torch.randn(3, 1, HEADS, TOKENS, head_dim, generator=generator)
+        k = k + torch.randn(1, HEADS, 1, head_dim, generator=generator)
+        v = v * (1 + torch.arange(TOKENS) // KEY_BLOCK)[:, None]
+        blocks = (1, HEADS, block_count(TOKENS, QUERY_BLOCK), block_count(TOKENS, KEY_BLOCK))
+        kept = torch.rand(blocks, generator=generator) < KEPT
+        kept[..., 0] = True
+        return q.bfloat16(), k.bfloat16(), v.bfloat16(), kept

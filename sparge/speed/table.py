@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from datetime import datetime
 from typing import Any
 
 from ..blocks import KEY_BLOCK
@@ -123,6 +124,8 @@ class Chosen:
         """Raises ValueError, KeyError, TypeError or AttributeError for what `to_json` never
         wrote."""
         elements = {_head_dim(d): Element[name] for d, name in stored["elements"].items()}
+        if elements and elements.keys() != {*HEAD_DIMS}:
+            raise ValueError(f"operand types are of head_dims {[*elements]} alone")
         refused = {
             _head_dim(d): tuple(Element[name] for name in found)
             for d, found in stored["refused"].items()
@@ -137,7 +140,7 @@ class SpeedTable:
     facts: Mapping[str, str]
     """Facts that they were measured with; a table of other facts is not used."""
     created: str
-    """When, in ISO 8601."""
+    """When, in ISO 8601 with a time zone."""
     by_head_dim: Mapping[int, Times]
     chosen: Chosen = Chosen()
     """What the 8-bit calls of these times compute with."""
@@ -158,7 +161,10 @@ class SpeedTable:
             int(head_dim): _times(times) for head_dim, times in stored["head_dims"].items()
         }
         facts = {str(name): str(fact) for name, fact in stored["facts"].items()}
-        return cls(facts, str(stored["created"]), head_dims, Chosen.from_json(stored))
+        created = str(stored["created"])
+        if datetime.fromisoformat(created).tzinfo is None:
+            raise ValueError(f"{created!r} has no time zone")
+        return cls(facts, created, head_dims, Chosen.from_json(stored))
 
 
 def _times(stored: Mapping[str, Any]) -> Times:

@@ -19,6 +19,7 @@ from ..blocks import KEY_BLOCK
 from ..head_settings import HeadSettings, Router
 from ..order.grid import TokenGrid, grid_order
 from ..policy import EIGHT_BIT_DENSE, SparsePolicy
+from ..stages.as_written import as_written
 from .backend import Backend
 from .table import LEAST_MARGIN, Cost, Size, SpeedTable, Times
 
@@ -54,7 +55,7 @@ def measure_speed(device: torch.device, backend: Backend, facts: Mapping[str, st
     torch.OutOfMemoryError.
     """
     created = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    with torch.inference_mode(), torch.cuda.device(device):
+    with torch.inference_mode(), torch.cuda.device(device), as_written(device):
         times = {head_dim: _times(head_dim, device, backend) for head_dim in HEAD_DIMS}
         torch.cuda.empty_cache()  # what calls took is of no size that a model asks for
     return SpeedTable(facts, created, times)

@@ -12,6 +12,8 @@ from ..kernels.params import ScoreParams, ScoreSizes
 from .launch import find_kernel, queue, shared_room, view_of
 from .workspace import CallShape, layout_of
 
+MOST_DENSITIES = 32  # a lane of a warp each; kMostDensities of csrc/score/place.cuh
+
 
 def score(
     exact: tuple[Tensor, Tensor, Tensor],
@@ -27,10 +29,16 @@ def score(
     last dimension.
 
     exact: sums, maxima and sums of weights, as in partial results. shape, element: of the call that
-    quantized into ``workspace``.
+    quantized into ``workspace``. Raises Unsupported for more densities or keys than a thread block
+    has room for.
     """
     exact_out, exact_max, exact_sum = exact
     batch, heads, densities, rows, channels = exact_out.shape
+    if densities > MOST_DENSITIES:
+        raise Unsupported(
+            f"The candidates have {densities} densities; up to {MOST_DENSITIES} are measured at "
+            "once: give fewer."
+        )
     blocks = kept.shape[3]
     field_stride, batch_stride, head_stride, _ = found.stride()
     address = layout_of(shape, element, True, False, True).addresses(workspace).get

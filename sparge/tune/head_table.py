@@ -237,7 +237,7 @@ class HeadTable:
     def density(self) -> Tensor:
         """(rows, heads) float32: the share of attention that each head keeps, forced blocks
         included, the mean over the steps so far; NaN for rows that are not measured."""
-        kept = torch.full((self.rows, self.heads), torch.nan)
+        kept = torch.full((self.rows, self.heads), torch.nan, dtype=torch.float32, device="cpu")
         measured = self._of_layers.measured if self._of_layers is not None else ()
         rows = [row for row, known in enumerate(measured) if known]
         if rows:

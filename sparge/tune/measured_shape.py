@@ -42,7 +42,7 @@ class MeasuredShape:
     def of(cls, table: HeadTable) -> MeasuredShape:
         """Sums up a table. Waits for the GPU."""
         assert table.settings is not None and table.probe is not None
-        layers = torch.tensor(sorted(table.sparse_rows), dtype=torch.int64)
+        layers = torch.tensor(sorted(table.sparse_rows), dtype=torch.int64, device="cpu")
         tables = (table.density(), table.predicted(), table.probe.relative_errors())
         order_kinds: dict[OrderKind, int] = {}
         if table.shape.grid is not None:

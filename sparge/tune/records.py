@@ -121,8 +121,8 @@ class Densities:
         """Sums up records. Waits for the devices."""
         steps = max((record.step for record in records), default=-1) + 1
         rows = max((record.rows for record in records), default=0)
-        pairs = torch.zeros(2, rows, steps, dtype=torch.int64)
-        dense = torch.zeros(rows, steps, dtype=torch.bool)
+        pairs = torch.zeros(2, rows, steps, dtype=torch.int64, device="cpu")
+        dense = torch.zeros(rows, steps, dtype=torch.bool, device="cpu")
         for record in records:
             if record.pairs is not None:
                 counts = record.pairs.cpu().T
@@ -130,7 +130,7 @@ class Densities:
             for row in tuple(record.dense):  # a pass on another device may be adding to it
                 dense[min(row, rows - 1), record.step] = True
         kept, valid = pairs
-        by_step = (kept / valid).where(valid > 0, torch.nan)
+        by_step = (kept.to(torch.float32) / valid).where(valid > 0, torch.nan)
         total = int(valid.sum())
         return cls(
             int(kept.sum()) / total if total else 1.0,

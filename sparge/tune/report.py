@@ -79,7 +79,7 @@ class Report:
 
     def _joined(self, name: str) -> Tensor:
         values = [getattr(shape, name).flatten() for shape in self.shapes]
-        return torch.cat(values) if values else torch.empty(0)
+        return torch.cat(values) if values else torch.empty(0, device="cpu")
 
     def __str__(self) -> str:
         wanted = f", for {self.aim}" if self.aim else ""

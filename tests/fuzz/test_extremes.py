@@ -31,12 +31,14 @@ def test_as_float64_says(
 
 @pytest.mark.parametrize(("head_dim", "is_causal"), [(64, True), (128, False)])
 @pytest.mark.parametrize("precision", list(Precision))
-def test_large_values_stay_finite(
-    device: str, precision: Precision, head_dim: int, is_causal: bool
+@pytest.mark.parametrize("size", [1e37, 1e-37])
+def test_large_and_tiny_values_stay_finite(
+    device: str, size: float, precision: Precision, head_dim: int, is_causal: bool
 ) -> None:
-    """Their sums over a row overflow float32 unless they are divided by the row's sum first."""
+    """Sums of large ones over a row overflow float32 unless they are divided by the row's sum
+    first; the scale of tiny ones may have no reciprocal."""
     q, v = _noise(head_dim, is_causal, device)
-    v = 1e37 * (1 + v / 8)
+    v = size * (1 + v / 8)
     assert not _faults("tiny", (q * 700).bfloat16(), v.bfloat16(), precision, is_causal)
 
 

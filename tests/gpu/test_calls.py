@@ -32,7 +32,7 @@ FACTORS = (
     *((x, x, 1.0, 640, d, False) for x in (30.0, 700.0, 13000.0, 1e8) for d in (64, 128)),
     *((x, x, 1.0, 300, 64, causal) for x in (0.0, 1e-3, 1e-21, 1e-38) for causal in (False, True)),
     *((x, 1 / x, 1.0, 300, 128, False) for x in (1e-18, 1e-6, 1e6, 1e18)),
-    *((1.0, 1.0, x, 1000, 64, False) for x in (1e-30, 1e-10, 1e10, 1e30)),
+    *((1.0, 1.0, x, 1000, 64, False) for x in (1e-37, 1e-30, 1e-10, 1e10, 1e30)),
 )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +34,7 @@ from sparge.order import copies as order_copies
 from sparge.stages import pipeline
 from sparge.stages.rules import NO_ORDER, AttendRules, QuantizeRules, RouteRules, Select
 from sparge.stats import Counter
+from sparge.tune import Measurement, Workload, kernel_measure
 from tests.gpu.conftest import HALF, no_waits
 from tests.gpu.test_head_settings import settings_of, with_orders
 
@@ -202,8 +204,41 @@ def test_current_stream(qkv: Operands) -> None:
     assert torch.equal(out, truth)
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("aside", [False, True], ids=["default stream", "side stream"])
+def test_another_gpu_than_the_current_one(aside: bool, make_qkv) -> None:
+    """Also in a thread that has used no GPU yet."""
+    qkv = make_qkv(1, 4, GRID.tokens, 128, device="cuda:1")
+    order, settings = grid_order(GRID), HeadSettings.uniform(4, 0.5, 1.0, device="cuda:1")
+
+    def call() -> Tensor:
+        return attention(*qkv, SparsePolicy(), order=order, head_settings=settings)
+
+    with torch.cuda.device(1):
+        expected = call()
+        stream = torch.cuda.Stream() if aside else torch.cuda.default_stream()
+        torch.cuda.synchronize()
+    assert torch.cuda.current_device() == 0
+
+    def of_thread() -> Tensor:
+        before = torch.cuda.current_stream(1)
+        torch.cuda.set_stream(stream)
+        torch.cuda.set_device(0)
+        try:
+            return call()
+        finally:
+            torch.cuda.set_stream(before)
+            torch.cuda.set_device(0)
+
+    with ThreadPoolExecutor(1) as pool:
+        outs = [of_thread(), pool.submit(of_thread).result()]
+    torch.cuda.synchronize(1)
+    assert all(torch.equal(out, expected) for out in outs)
+    assert torch.cuda.current_device() == 0
+
+
 def test_cuda_graph_keeps_its_table_and_its_order(qkv: Operands) -> None:
-    """However many others come after the recording."""
+    """However many others come after the recording, and though a session of the grid ends."""
     settings, order = HeadSettings.uniform(4, 0.5, device="cuda"), grid_order(GRID)
 
     def call() -> Tensor:
@@ -219,12 +254,36 @@ def test_cuda_graph_keeps_its_table_and_its_order(qkv: Operands) -> None:
         other.on("cuda:0")
     for index in range(4 * KEPT_TABLES):
         settings.table(SparsePolicy(pvthreshd=10.0 + index))
+    order.forget_copies()
     torch.cuda.empty_cache()
     filled = [torch.full((1 << 20,), -1, dtype=torch.int32, device="cuda") for _ in range(64)]
     qkv[0].copy_(qkv[0].flip(2))
     graph.replay()
     assert torch.equal(out, call())
     del filled
+
+
+def test_deterministic_mode_changes_no_bit(qkv: Operands) -> None:
+    """It fills what is allocated, and refuses some of torch's own operations."""
+    order, settings = grid_order(GRID), HeadSettings.uniform(4, 0.5, 1.0, Router.ERROR, "cuda")
+
+    def results() -> list[Tensor]:
+        out, lse = attention(
+            *qkv, SparsePolicy(), order=order, head_settings=settings, return_lse=True
+        )
+        measurement = Measurement.begin(
+            layers=1, heads=4, workload=Workload(order), measure=kernel_measure, device="cuda"
+        )
+        measurement.add(0, *qkv)
+        return [out, lse, measurement.squared_error]
+
+    expected = results()
+    torch.use_deterministic_algorithms(True)
+    try:
+        found = results()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(map(torch.equal, found, expected))
 
 
 def test_torch_compile_without_a_break(qkv: Operands) -> None:

@@ -13,8 +13,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from sparge import SparsePolicy, TokenGrid, attention, grid_order
 from sparge.common.metrics import rel_l2
+from sparge.stages.score import MOST_DENSITIES
 from sparge.tune import (
     BLOCKS_A_CALL,
+    CandidateSet,
     Measurement,
     Workload,
     kernel_measure,
@@ -30,31 +32,48 @@ pytestmark = pytest.mark.gpu
 
 
 def begun(
-    grid: TokenGrid, heads: int, measure: Measure = kernel_measure, device: str = "cuda"
+    grid: TokenGrid,
+    heads: int,
+    measure: Measure = kernel_measure,
+    device: str = "cuda",
+    candidates: CandidateSet | None = None,
 ) -> Measurement:
     """Empty measurement of one layer."""
     workload = Workload(grid_order(grid))
     return Measurement.begin(
-        layers=1, heads=heads, workload=workload, measure=measure, device=device
+        layers=1,
+        heads=heads,
+        workload=workload,
+        candidates=candidates,
+        measure=measure,
+        device=device,
     )
 
 
 @pytest.mark.parametrize(
-    ("grid", "case"),
+    ("grid", "case", "candidates"),
     [
-        (TokenGrid(7, 12, 15, prefix=70), Case("cubes and text", heads=4)),
+        (TokenGrid(7, 12, 15, prefix=70), Case("cubes and text", heads=4), None),
         (
             TokenGrid(5, 14, 13, suffix=45),
             Case("text last", heads=3, kv_heads=3, head_dim=64, layout="NHD", batch=2),
+            None,
+        ),
+        (
+            TokenGrid(3, 12, 15),
+            Case("most densities", heads=2, head_dim=64),
+            CandidateSet(tuple((1 + n) / MOST_DENSITIES for n in range(MOST_DENSITIES))),
         ),
     ],
-    ids=["cubes and text", "text last, NHD, 64"],
+    ids=["cubes and text", "text last, NHD, 64", "most densities"],
 )
-def test_errors_are_those_of_the_reference(grid: TokenGrid, case: Case, generator) -> None:
+def test_errors_are_those_of_the_reference(
+    grid: TokenGrid, case: Case, candidates: CandidateSet | None, generator
+) -> None:
     qkv = make_qkv(replace(case, queries=grid.tokens, keys=grid.tokens), generator)
 
     def errors(measure: Measure, device: str) -> np.ndarray:
-        measurement = begun(grid, case.heads, measure, device)
+        measurement = begun(grid, case.heads, measure, device, candidates)
         measurement.add(0, *(x.to(device) for x in qkv))
         return measurement.fetched.errors_and_scales()[0]
 

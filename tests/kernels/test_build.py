@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -166,6 +167,12 @@ def test_paths_that_ninja_has_no_words_for(csrc, tmp_path, compiler, monkeypatch
     for name in ("a|b", "two\nlines"):
         job = graph.Job(SPECS[:1], csrc, tmp_path / name, compiler)
         assert all(build_module.build(job, 1).values())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other file systems have no such names")
+def test_ninja_takes_paths_that_are_no_text(job, ninja, tmp_path):
+    job = replace(job, out=tmp_path / os.fsdecode(b"caf\xe9"))
+    assert graph.run_ninja(ninja, job, 2) and len(list(job.out.glob("*.cubin"))) == len(SPECS)
 
 
 def test_command_line(csrc, tmp_path, capfd, monkeypatch):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -71,6 +72,18 @@ def test_search_prefers_what_torch_was_built_for_and_knows_windows_names(tmp_pat
         assert (found := pattern.fullmatch(name)) and found[1] == major
     for name in ("nvrtc64_120_0.alt.dll", "nvrtc-builtins64_128.dll"):
         assert pattern.fullmatch(name) is None
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such modes")
+def test_a_folder_that_cannot_be_entered_hides_no_other(tmp_path, monkeypatch):
+    """CUDA_HOME of another user, say."""
+    library, closed = tmp_path / "libnvrtc.so.13", tmp_path / "closed"
+    library.write_text("")
+    closed.mkdir(mode=0)
+    folders = [closed / "lib64", closed, library / "lib64", tmp_path / ("n" * 300), tmp_path]
+    monkeypatch.setattr(nvrtc_find, "_folders", lambda: iter(folders))
+    monkeypatch.setattr(nvrtc_find, "_LIBRARY", nvrtc_find._library_pattern("linux"))
+    assert nvrtc_find.libraries() == [library]
 
 
 def test_importing_the_package_loads_no_native_library():

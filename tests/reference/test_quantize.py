@@ -47,6 +47,14 @@ def test_levels_are_within_half_a_step(make_qkv, element: Element, given: tuple[
     assert (scaled.v_levels.float().abs().amax(2) == 224).all()
 
 
+def test_the_scale_of_tiny_values_has_a_reciprocal(make_qkv):
+    """Kernels multiply by it."""
+    q, k, v = make_qkv(1, 2, 100, 64, dtype=torch.float32)
+    for size in (1e-35, 1e-37, 1e-39):
+        x = quantize_qkv(q, k, v * size)
+        assert (1 / x.v_scale).isfinite().all()
+
+
 @pytest.mark.parametrize(
     ("element", "dtype"), [(Element.BF16, torch.bfloat16), (Element.FP16, torch.float16)]
 )

@@ -123,8 +123,8 @@ class TestVariants:
         return found
 
     @staticmethod
-    def used(head_dim: int) -> Element:
-        return chosen._choices.use(Place(0, "sm_120a", head_dim))
+    def used(head_dim: int, gpu: int = 0) -> Element:
+        return chosen._choices.use(Place(gpu, "sm_120a", head_dim))
 
     def test_they_are_frozen_in_the_file(self, raced, restarted, monkeypatch) -> None:
         table = restarted()
@@ -134,6 +134,13 @@ class TestVariants:
             monkeypatch.setattr(chosen, "_choices", chosen.Choices())
             assert restarted() == table and len(raced) == 1
         assert raced == [(Element.INT8_INT8, Element.INT8_E4M3, Element.BF16)]
+
+    @pytest.mark.parametrize("asked", [kept.speed_table, kept.known_table])
+    def test_calls_of_a_second_gpu_of_that_name_use_them_too(self, raced, measured, asked) -> None:
+        """In a run that ComfyUI splits over GPUs, the second is asked for what is known alone."""
+        assert kept.speed_table(GPU) is asked(torch.device("cuda", 1))
+        assert (self.used(64, gpu=1), self.used(128, gpu=1)) == (self.used(64), self.used(128))
+        assert self.used(64) is Element.INT8_E4M3 and len(raced) == len(measured) == 1
 
     def test_what_is_measured_is_measured_with_them(self, raced, measured, monkeypatch) -> None:
         measure, seen = kept.measure_speed, []

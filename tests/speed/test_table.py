@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import copy
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from sparge.speed import TORCH, timing
 from sparge.speed.table import Cost, Size, SpeedTable, Times
 from sparge.speed.timing import DENSITY, GRIDS, HEADS, OTHER_DENSITY, Cell, fit, misfit
 
@@ -75,6 +78,28 @@ def test_a_stored_table_is_the_same_and_what_is_none_is_refused(value: Any) -> N
         (times[outer[0]] if outer else times)[name] = value
         with pytest.raises((ValueError, TypeError)):
             SpeedTable.from_json(stored)
-    for other in (None, [], {}, {"head_dims": []}, {"head_dims": {"x": {}}}):
+    created = [{**TABLE.to_json(), "created": when} for when in ("soon", "2026-01-01T00:00:00", 3)]
+    of_one = {**TABLE.to_json(), "elements": {"64": "INT8_INT8"}}
+    for other in (None, [], {}, {"head_dims": []}, {"head_dims": {"x": {}}}, of_one, *created):
         with pytest.raises((ValueError, KeyError, TypeError, AttributeError)):
             SpeedTable.from_json(other)
+
+
+def test_the_callers_autocast_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would copy all inputs of exact calls to another dtype, and the table is kept for good."""
+    seen: list[bool] = []
+
+    def times(*_: object) -> Times:
+        seen.append(torch.is_autocast_enabled("cuda"))
+        return TIMES
+
+    monkeypatch.setattr(timing, "_times", times)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        timing.measure_speed(torch.device("cuda", 0), TORCH, {})
+        assert torch.is_autocast_enabled("cuda")
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+    assert seen == [False, False]

@@ -21,6 +21,7 @@ from sparge.speed import self_test, variants
 from sparge.speed.self_test import MOST, error_beside_emulation
 from sparge.speed.table import Chosen
 from sparge.speed.variants import MARGIN, adopt, choose_fastest, fastest
+from tests.test_surroundings import SURROUNDINGS
 
 INT8, E4M3, BF16 = Element.INT8_INT8, Element.INT8_E4M3, Element.BF16
 CANDIDATES = (INT8, E4M3, BF16)
@@ -152,6 +153,12 @@ class TestSelfTest:
                 computing(computed)
                 error = error_beside_emulation(element, head_dim, CPU)
                 assert (error <= MOST / 10) if computed is element else (error > 2 * MOST)
+
+    @pytest.mark.parametrize("around", ["default bf16", "default device"])
+    def test_defaults_of_the_caller_change_nothing(self, around: str, computing) -> None:
+        computing(INT8)
+        with SURROUNDINGS[around]():
+            assert error_beside_emulation(INT8, 64, CPU) <= MOST / 10
 
     @pytest.mark.parametrize("factor", [1.004, math.nan])
     def test_a_wrong_result_fails(self, factor: float, computing) -> None:

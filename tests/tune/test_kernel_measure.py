@@ -13,14 +13,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from sparge import Unsupported
 from sparge.blocks import QUERY_BLOCK, pack, unpack, whole_steps
 from sparge.head_settings import Router
 from sparge.kernels import Element
+from sparge.kernels.source import find_csrc
 from sparge.order.grid import TokenGrid, cube_order, grid_order
 from sparge.reference import Quantized, attend, log_scores, quantize_qkv
 from sparge.reference.quantize import count_rows
 from sparge.reference.route import rank_blocks
 from sparge.stages.rules import AttendRules, OrderFacts, QuantizeRules, RouteRules, Select
+from sparge.stages.score import MOST_DENSITIES, score
 from sparge.stages.thresholds import COLUMNS
 from sparge.stages.workspace import CallShape, WorkspaceLayout
 from sparge.tune import (
@@ -300,6 +303,15 @@ def test_a_measurement_takes_no_more_memory_than_a_sparse_call(
     taken = module._bytes_of_all_heads(sample) + max(sizes) * module._bytes_a_kv_head(sample)
     keys_and_values = 2 * heads * workload.order.slots * head_dim
     assert max(taken, _bytes_of_scores(sample, run.candidates)) <= max(1.4 * keys_and_values, 83e6)
+
+
+def test_more_densities_than_the_kernel_has_room_for_are_refused() -> None:
+    source = (find_csrc() / "score" / "place.cuh").read_text()
+    assert f"kMostDensities = {MOST_DENSITIES};" in source
+    exact = torch.empty(1, 1, MOST_DENSITIES + 1, 4, 64)
+    parts, shape = (exact, exact[..., 0], exact[..., 0]), CallShape(1, 1, 1, 4, 64, 64)
+    with pytest.raises(Unsupported, match="33 densities; up to 32"):
+        score(parts, exact[:, :, 0], exact, shape, Element.INT8_FP16, exact, 1.0, exact[0])
 
 
 def _bytes_of_scores(sample: MeasuredCall, candidates: CandidateSet) -> int:
