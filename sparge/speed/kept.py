@@ -42,16 +42,23 @@ _LARGEST = 1 << 16  # bytes
 #: Misfit that no undisturbed measurement has.
 _DISTURBED = 0.15
 
-_known: dict[tuple[str, str, str], SpeedTable] = {}  # by GPU, target and backend
+_Kind = tuple[str, str, str]  # name of a GPU, target and backend
+_known: dict[tuple[int, _Kind], SpeedTable] = {}  # by number of the GPU and kind
 _lock = threading.Lock()
 
 
 def known_table(device: torch.device, backend: Backend = TORCH) -> SpeedTable | None:
     """Table that this process has, of this GPU or of another one of its name; never measures, never
     waits for the GPU. 8-bit calls use its variants, as in `speed_table`."""
-    table = _known.get(_key(device, backend)) if device.type == "cuda" else None
-    if table is not None:
-        adopt(table.chosen, device)
+    if device.type != "cuda":
+        return None
+    index, kind = device.index or 0, _kind(device, backend)
+    table = _known.get((index, kind))
+    if table is None:
+        table = next((known for (_, of), known in [*_known.items()] if of == kind), None)
+        if table is not None:
+            adopt(table.chosen, device)
+            _known[index, kind] = table
     return table
 
 
@@ -82,7 +89,7 @@ def speed_table(device: torch.device | str, backend: Backend = TORCH) -> SpeedTa
             else:
                 _keep(table)
         adopt(table.chosen, device)
-        _known[_key(device, backend)] = table
+        _known[device.index or 0, _kind(device, backend)] = table
         return table
 
 
@@ -139,7 +146,7 @@ def path_of(facts: dict[str, str]) -> Path | None:
     return folder and folder / f"speed.{_short_hash(json.dumps(facts, sort_keys=True))}.json"
 
 
-def _key(device: torch.device, backend: Backend) -> tuple[str, str, str]:
+def _kind(device: torch.device, backend: Backend) -> _Kind:
     return torch.cuda.get_device_name(device), capabilities(device).arch, backend.name
 
 

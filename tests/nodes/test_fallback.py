@@ -76,8 +76,8 @@ def test_the_speed_of_the_best_target_no_longer_holds(load_pack, refusing, warme
     speed = load_pack("sparge.speed")
     table = speed.SpeedTable({}, "", {})
     refusing("attend_hopper")
-    key = load_pack("sparge.speed.kept")._key(GPU, speed.TORCH)
-    monkeypatch.setitem(load_pack("sparge.speed.kept")._known, key, table)
+    kept = load_pack("sparge.speed.kept")
+    monkeypatch.setitem(kept._known, (0, kept._kind(GPU, speed.TORCH)), table)
     assert speed.known_table(GPU) is table
     warmed()
     assert speed.known_table(GPU) is None

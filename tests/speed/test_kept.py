@@ -142,6 +142,12 @@ class TestVariants:
         assert (self.used(64, gpu=1), self.used(128, gpu=1)) == (self.used(64), self.used(128))
         assert self.used(64) is Element.INT8_E4M3 and len(raced) == len(measured) == 1
 
+    def test_that_a_call_came_before_is_told_once(self, raced, caplog) -> None:
+        self.used(64)
+        caplog.set_level(logging.INFO)
+        assert kept.speed_table(GPU) is kept.speed_table(GPU) is kept.known_table(GPU)
+        assert caplog.text.count("comes with the next start") == 1
+
     def test_what_is_measured_is_measured_with_them(self, raced, measured, monkeypatch) -> None:
         measure, seen = kept.measure_speed, []
 
