@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -218,14 +219,28 @@ def test_what_cannot_be_enabled_says_why(make_model) -> None:
     with pytest.raises(ValueError, match=r"model is a torch.*Linear; give a model"):
         enable(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
     model = make_model()
-    with enable(model), pytest.raises(sparge.Unsupported, match="a copy of a model that was"):
-        enable(copy.deepcopy(model))
-    assert model.config._attn_implementation == "sdpa"
     bad: list[tuple[dict[str, Any], str]]
     bad = [({"policy": 3}, "policy is 3"), ({"min_tokens": -1}, "min_tokens is -1")]
     for options, words in bad:
         with pytest.raises(ValueError, match=words):
             enable(model, **options)
+
+
+@pytest.mark.parametrize("make_copy", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_copies_of_a_sparse_model_keep_working(
+    make_model, ids: Tensor, attention: str, make_copy: Any
+) -> None:
+    model = make_model(attention=attention)
+    own = model(ids, use_cache=False).logits
+    with enable(model, WHOLE, LEAST) as sparse:
+        copied = make_copy(model)
+    assert torch.equal(copied(ids, use_cache=False).logits, own)
+    assert sparse.stats.sparse_calls + sparse.stats.exact_calls == 0
+    with enable(copied, WHOLE, LEAST) as sparse:
+        assert not torch.equal(copied(ids, use_cache=False).logits, own)
+    assert sparse.stats.sparse_calls == LAYERS
+    assert copied.config._attn_implementation == attention
 
 
 def test_parts_of_a_model_get_their_own_back(seed: int, ids: Tensor) -> None:
