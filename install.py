@@ -47,7 +47,7 @@ def prepare_all() -> None:
         import torch
 
         from sparge.kernels import capabilities
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         say(f"{sys.executable} lacks {error.name}: run this with the Python that runs ComfyUI.")
         return
     if torch.version.hip or not torch.cuda.is_available():
