@@ -71,8 +71,8 @@ def as_autocast(x: Tensor) -> Tensor:
 
 def _dtype(x: Tensor) -> torch.dtype:
     kind = x.device.type
-    if x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
-        return x.dtype
+    if kind == "meta" or x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+        return x.dtype  # torch knows no autocast of meta, and raises
     return torch.get_autocast_dtype(kind)
 
 
@@ -81,8 +81,9 @@ def _why_mask_is_torchs(query: Tensor, key: Tensor, mask: Tensor, is_causal: boo
         return "a mask and is_causal"
     if torch.compiler.is_compiling():
         return "a mask in a graph of torch.compile, where nobody can read what it hides"
-    if mask.dtype != torch.bool and not mask.is_floating_point():
-        return "a mask that is neither bool nor floating point"
+    added = mask.is_floating_point() and _dtype(mask) in (torch.float32, _dtype(query))
+    if mask.dtype != torch.bool and not added:
+        return "a mask that is neither bool, float32 nor of q's dtype"
     sizes = (*query.shape[:3], key.shape[2])[4 - mask.dim() :]
     if not 2 <= mask.dim() <= 4 or mask.shape[-1] != key.shape[2]:
         return "a mask of another shape than (batch, heads, queries, keys)"
