@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transformers of pipelines that are copied while they are enabled."""
+"""Transformers of pipelines that are copied or trained while they are enabled."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.integrations.needed import REASON
 pytest.importorskip("diffusers", reason=REASON)
 pytest.importorskip("transformers", reason=REASON)
 
-from benchmarks.tiny_models.pipelines import ALL
+from benchmarks.tiny_models.pipelines import ALL, TEXT, WIDTH, drawn
 from sparge.integrations.diffusers import enable
 from sparge.integrations.diffusers.handle import Handle
 
@@ -44,3 +44,28 @@ def test_a_copy_of_the_transformer_is_native(make_copy: Any) -> None:
         tiny.pipe.transformer = model
         assert torch.equal(tiny(2), sparse)
     assert torch.equal(tiny(2), native)
+
+
+@pytest.mark.parametrize("mode", ["manual", "auto budget"])
+def test_a_pass_with_gradients_is_native_and_measures_nothing(mode: str) -> None:
+    """Checkpointing then finds the tensors of the first run of a block in the second one."""
+    tiny = ALL["Wan 2.1"]()
+    model = tiny.pipe.transformer.train()
+    model.enable_gradient_checkpointing()
+    tiny.pipe.scheduler.set_timesteps(2)
+    latents, text = drawn(1, 4, 5, 16, 24, seed=1), drawn(1, TEXT, WIDTH, seed=2)
+    weight = model.blocks[0].attn1.to_q.weight
+    gradients = []
+    for timestep in tiny.pipe.scheduler.timesteps:
+        given = {"timestep": timestep.expand(1), "encoder_hidden_states": text}
+        for enabled in (False, True):
+            handle = enable(tiny.pipe, mode, **TINY) if enabled else None
+            model(latents, **given).sample.float().square().sum().backward()
+            gradients.append(weight.grad)
+            weight.grad = None
+            if handle is not None:
+                result = handle.result
+                assert result is not None and not result.tally.sparse and not result.notes
+                assert "no backward pass" in next(iter(result.tally.reasons))
+                handle.disable()
+        assert torch.equal(*gradients[-2:]) and gradients[-1].abs().sum() > 0
