@@ -29,6 +29,7 @@ class TorchCall(NamedTuple):
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
+NOT_BY_HEAD = "q, k and v are not (batch, heads, tokens, head_dim)"
 
 
 def why_exact(
@@ -47,7 +48,7 @@ def why_exact(
     if any(type(x) not in _PLAIN or x.is_nested for x in given):
         return "tensors of a class of their own, or nested ones"
     if any(x.dim() != 4 for x in qkv):
-        return "q, k and v are not (batch, heads, tokens, head_dim)"
+        return NOT_BY_HEAD
     if query.shape[2] < min_tokens or key.shape[2] < min_tokens:
         return f"fewer than {min_tokens} queries or keys (min_tokens)"
     if dropout_p != 0.0:
