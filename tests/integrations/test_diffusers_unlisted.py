@@ -95,8 +95,9 @@ def test_inputs_without_the_usual_names_are_said_once() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("form", ["t", "t / 1000", "1 - t / 1000"])
-def test_steps_of_a_model_without_a_row(form: str, dtype: torch.dtype) -> None:
-    timesteps = torch.linspace(1000, 20, 12)
+@pytest.mark.parametrize("end", [20, 1])
+def test_steps_of_a_model_without_a_row(end: int, form: str, dtype: torch.dtype) -> None:
+    timesteps = torch.linspace(1000, end, 12)
     given = {"t": timesteps, "t / 1000": timesteps / 1000, "1 - t / 1000": 1 - timesteps / 1000}
     steps = Steps(timesteps)
     for number, timestep in enumerate(given[form].to(dtype)):
@@ -105,4 +106,4 @@ def test_steps_of_a_model_without_a_row(form: str, dtype: torch.dtype) -> None:
     only = Steps(timesteps[:1])
     assert only.advance(given[form][:1].to(dtype), None, COND) and only.is_last
     unknown = Steps(timesteps)
-    assert unknown.advance(torch.tensor([-7.0]), None, COND) and not unknown.are_known
+    assert unknown.advance(torch.tensor([-70.0]), None, COND) and not unknown.are_known
