@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -91,6 +92,28 @@ def test_inputs_without_the_usual_names_are_said_once() -> None:
     with enable(pipe, "manual") as handle:
         model(torch.zeros(1))
     assert handle.line.startswith("NOTHING WAS SPARSE; Renamed is not known here")
+
+
+def test_a_model_with_cross_attention_alone_says_so() -> None:
+    class Linear(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.transformer_blocks = torch.nn.ModuleList([torch.nn.Identity()])
+            self.transformer_blocks[0].forward = self._attend
+
+        def _attend(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.scaled_dot_product_attention(x, x[:, :, :9], x[:, :, :9])
+
+        def forward(self, hidden_states: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
+            return self.transformer_blocks[0](hidden_states)
+
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
+    scheduler.set_timesteps(1)
+    pipe = SimpleNamespace(transformer=Linear(), scheduler=scheduler)
+    with enable(pipe, "manual", min_tokens=100) as handle, torch.inference_mode():
+        pipe.transformer(torch.randn(1, 2, 320, 64), scheduler.timesteps)
+    assert handle.result is not None and handle.result.tally.cross == 1
+    assert handle.line == "NOTHING WAS SPARSE; all attention calls were cross-attention"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
