@@ -137,6 +137,8 @@ class Functions:
         """Attention of a layer: query (B, H, Nq, D), key and value (B, Hkv, Nk, D)."""
         out = None
         why = _more_than_attention(key, others) or self._asks_for_weights(module, others)
+        if module.training:  # where checkpointing may hide that gradients are wanted
+            why = why or "training: call eval() on a model that is not trained"
         if why:
             count_exact(self.stats, why)
         elif isinstance(attention_mask, CausalMask):
