@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sparge
 from benchmarks.tiny_models.texts import SIZES, Run, forward, in_parts
@@ -213,12 +214,24 @@ def test_training_stays_the_models_own(make_model, ids: Tensor, reentrant: bool)
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
         weight, ids = model.model.layers[0].self_attn.q_proj.weight, ids.clone()
         model(ids, labels=ids, use_cache=False).loss.backward()
-        own, weight.grad = weight.grad, None
+        own = weight.grad
+        model.zero_grad()
         sparse = enable(model, WHOLE, LEAST)
         model(ids, labels=ids, use_cache=False).loss.backward()
         assert torch.equal(weight.grad, own) and own.abs().sum() > 0
     assert sparse.stats.sparse_calls == 0
     assert all("training" in reason for reason in sparse.stats.reasons)
+
+
+def test_tensors_without_data_stay_the_models_own(make_model, ids: Tensor) -> None:
+    model = make_model()
+    sparse = enable(model, WHOLE, LEAST)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake, mask = mode.from_tensor(ids), mode.from_tensor(LEFT)
+        assert model(fake, attention_mask=mask).logits.shape == (2, TOKENS, 97)
+    assert sparse.stats.sparse_calls == 0 and sparse.stats.exact_calls == LAYERS
+    assert model.to("meta")(ids.to("meta")).logits.is_meta
+    assert sparse.stats.sparse_calls == 0 and sparse.stats.exact_calls == 2 * LAYERS
 
 
 def test_what_cannot_be_enabled_says_why(make_model) -> None:
