@@ -211,7 +211,7 @@ def test_training_stays_the_models_own(make_model, ids: Tensor, reentrant: bool)
     with torch.inference_mode(False), torch.enable_grad():
         model = make_model(dtype=torch.float32).train()
         options = {"use_reentrant": reentrant}
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+        model.activation_checkpointing_enable(options)
         weight, ids = model.model.layers[0].self_attn.q_proj.weight, ids.clone()
         model(ids, labels=ids, use_cache=False).loss.backward()
         own = weight.grad
