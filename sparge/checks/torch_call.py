@@ -29,6 +29,7 @@ class TorchCall(NamedTuple):
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
+NOT_BY_HEAD = "q, k and v are not (batch, heads, tokens, head_dim)"
 
 
 def why_exact(
@@ -47,7 +48,7 @@ def why_exact(
     if any(type(x) not in _PLAIN or x.is_nested for x in given):
         return "tensors of a class of their own, or nested ones"
     if any(x.dim() != 4 for x in qkv):
-        return "q, k and v are not (batch, heads, tokens, head_dim)"
+        return NOT_BY_HEAD
     if query.shape[2] < min_tokens or key.shape[2] < min_tokens:
         return f"fewer than {min_tokens} queries or keys (min_tokens)"
     if dropout_p != 0.0:
@@ -71,8 +72,8 @@ def as_autocast(x: Tensor) -> Tensor:
 
 def _dtype(x: Tensor) -> torch.dtype:
     kind = x.device.type
-    if x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
-        return x.dtype
+    if kind == "meta" or x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+        return x.dtype  # torch knows no autocast of meta, and raises
     return torch.get_autocast_dtype(kind)
 
 
@@ -81,8 +82,9 @@ def _why_mask_is_torchs(query: Tensor, key: Tensor, mask: Tensor, is_causal: boo
         return "a mask and is_causal"
     if torch.compiler.is_compiling():
         return "a mask in a graph of torch.compile, where nobody can read what it hides"
-    if mask.dtype != torch.bool and not mask.is_floating_point():
-        return "a mask that is neither bool nor floating point"
+    added = mask.is_floating_point() and _dtype(mask) in (torch.float32, _dtype(query))
+    if mask.dtype != torch.bool and not added:
+        return "a mask that is neither bool, float32 nor of q's dtype"
     sizes = (*query.shape[:3], key.shape[2])[4 - mask.dim() :]
     if not 2 <= mask.dim() <= 4 or mask.shape[-1] != key.shape[2]:
         return "a mask of another shape than (batch, heads, queries, keys)"

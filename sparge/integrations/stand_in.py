@@ -44,6 +44,10 @@ class StandIn:
             torch._dynamo.graph_break()
             return self._own(*args, **kwargs)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """State of the stand-in of a copy of the module, which only hands on."""
+        return vars(self) | {"_is_removed": True, "_around": None}
+
     def remove(self) -> None:
         """Gives the module back what it had. Under another function that was put over it meanwhile
         it stays, and only hands on. Twice does no harm."""

@@ -20,6 +20,7 @@ FASTER = 1.05
 
 
 STOPPED = Why("stopped before the first sparse step", ("Stopped before the first sparse step", ""))
+ONLY_CROSS = "all attention calls were cross-attention"
 NOT_RUN = Why("the model did not run", ("The model did not run", ""))
 
 
@@ -39,8 +40,9 @@ def why_nothing(result: RunResult) -> Why:
 
 def first_reason(result: RunResult) -> str:
     """The one that counts most of the reasons why calls were dense, if there was any."""
-    told = why_nothing(result).told
-    return told or next((reason for reason, _ in result.tally.reasons.most_common(1)), "")
+    told, tally = why_nothing(result).told, result.tally
+    counted = next((reason for reason, _ in tally.reasons.most_common(1)), "")
+    return told or counted or (ONLY_CROSS if tally.cross and not tally.sparse else "")
 
 
 def verdict(result: RunResult, widest: int = WIDEST) -> str:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -93,10 +94,33 @@ def test_inputs_without_the_usual_names_are_said_once() -> None:
     assert handle.line.startswith("NOTHING WAS SPARSE; Renamed is not known here")
 
 
+def test_a_model_with_cross_attention_alone_says_so() -> None:
+    class Linear(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.transformer_blocks = torch.nn.ModuleList([torch.nn.Identity()])
+            self.transformer_blocks[0].forward = self._attend
+
+        def _attend(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.scaled_dot_product_attention(x, x[:, :, :9], x[:, :, :9])
+
+        def forward(self, hidden_states: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
+            return self.transformer_blocks[0](hidden_states)
+
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
+    scheduler.set_timesteps(1)
+    pipe = SimpleNamespace(transformer=Linear(), scheduler=scheduler)
+    with enable(pipe, "manual", min_tokens=100) as handle, torch.inference_mode():
+        pipe.transformer(torch.randn(1, 2, 320, 64), scheduler.timesteps)
+    assert handle.result is not None and handle.result.tally.cross == 1
+    assert handle.line == "NOTHING WAS SPARSE; all attention calls were cross-attention"
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("form", ["t", "t / 1000", "1 - t / 1000"])
-def test_steps_of_a_model_without_a_row(form: str, dtype: torch.dtype) -> None:
-    timesteps = torch.linspace(1000, 20, 12)
+@pytest.mark.parametrize("end", [20, 1])
+def test_steps_of_a_model_without_a_row(end: int, form: str, dtype: torch.dtype) -> None:
+    timesteps = torch.linspace(1000, end, 12)
     given = {"t": timesteps, "t / 1000": timesteps / 1000, "1 - t / 1000": 1 - timesteps / 1000}
     steps = Steps(timesteps)
     for number, timestep in enumerate(given[form].to(dtype)):
@@ -105,4 +129,4 @@ def test_steps_of_a_model_without_a_row(form: str, dtype: torch.dtype) -> None:
     only = Steps(timesteps[:1])
     assert only.advance(given[form][:1].to(dtype), None, COND) and only.is_last
     unknown = Steps(timesteps)
-    assert unknown.advance(torch.tensor([-7.0]), None, COND) and not unknown.are_known
+    assert unknown.advance(torch.tensor([-70.0]), None, COND) and not unknown.are_known

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -269,6 +270,25 @@ def test_context_parallel_leaves_the_model_as_it_was_and_says_what_it_does_not_k
         context_parallel(model, other),
     ):
         pass
+
+
+def test_a_copy_of_a_model_in_context_parallel_is_native(make_qkv) -> None:
+    model, qkv = Unknown(), make_qkv(1, 2, 320)
+    config: Any = SimpleNamespace(ring_degree=1, ulysses_degree=2)
+    with context_parallel(model, config, sparge.SparsePolicy(topk=0.3), min_tokens=0) as stats:
+        copied = copy.deepcopy(model)
+        assert torch.equal(copied(*qkv), functional.scaled_dot_product_attention(*qkv))
+        assert stats.sparse_calls + stats.exact_calls == 0
+        assert not torch.equal(model(*qkv), copied(*qkv)) and stats.sparse_calls == 1
+
+
+def test_calls_of_other_shapes_stay_torchs(make_qkv) -> None:
+    model, (q, k, v) = Unknown(), make_qkv(2, 2, 320)
+    config: Any = SimpleNamespace(ring_degree=1, ulysses_degree=2)
+    with context_parallel(model, config, min_tokens=0) as stats:
+        for given in ((q[0], k[0], v[0]), (q, k[:1], v[:1]), (q[:, :, :0], k, v)):
+            assert torch.equal(model(*given), functional.scaled_dot_product_attention(*given))
+    assert (stats.sparse_calls, stats.exact_calls) == (0, 3), str(stats)
 
 
 def test_an_interrupted_pass_of_context_parallel_serves_no_other_model(make_qkv) -> None:

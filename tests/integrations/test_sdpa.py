@@ -125,6 +125,8 @@ def test_what_torch_refuses_it_still_refuses(make_qkv) -> None:
             ((q, k.float(), v), {}),
             ((q, k, v), {"attn_mask": mask.expand(-1, 3, -1, -1)}),
             ((q, k, v), {"attn_mask": mask.int()}),
+            ((q, k, v), {"attn_mask": added(mask).half()}),
+            ((q, k, v), {"attn_mask": added(mask).double()}),
             ((q, k[:, :, :0], v[:, :, :0].float()), {}),
         ):
             for call in calls:
@@ -169,6 +171,14 @@ def test_autocast_decides_the_dtype(make_qkv) -> None:
         exact = torch_attention(q, k, v)
     assert out.dtype == exact.dtype == torch.bfloat16 and stats.sparse_calls == 2
     assert rel_l2(out, exact) < EIGHT_BITS
+
+
+def test_tensors_without_data_stay_torchs() -> None:
+    q = torch.empty(1, 2, TOKENS, 64, device="meta")
+    with sparge.sdpa(WHOLE, 128) as stats:
+        out = functional.scaled_dot_product_attention(q, q, q)
+    assert out.is_meta and out.shape == q.shape
+    assert stats.sparse_calls == 0 and "'meta' is not supported" in next(iter(stats.reasons))
 
 
 def test_density_is_that_of_all_calls_and_waits_for_nobody(make_qkv) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sparge
 from benchmarks.tiny_models.texts import SIZES, Run, forward, in_parts
@@ -203,29 +205,61 @@ def test_what_reads_the_mask_reads_the_real_one(make_model, ids: Tensor) -> None
         assert torch.equal(read(ours), read(own)) and type(read(ours)) is Tensor
 
 
-def test_training_stays_the_models_own(make_model, ids: Tensor) -> None:
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_training_stays_the_models_own(make_model, ids: Tensor, reentrant: bool) -> None:
+    """Checkpointing that is reentrant runs layers without gradients, and again with them."""
     with torch.inference_mode(False), torch.enable_grad():
         model = make_model(dtype=torch.float32).train()
-        sparse = enable(model, WHOLE, LEAST)
-        ids = ids.clone()
+        options = {"use_reentrant": reentrant}
+        model.activation_checkpointing_enable(options)
+        weight, ids = model.model.layers[0].self_attn.q_proj.weight, ids.clone()
         model(ids, labels=ids, use_cache=False).loss.backward()
-    assert model.model.layers[0].self_attn.q_proj.weight.grad.abs().sum() > 0
+        own = weight.grad
+        model.zero_grad()
+        sparse = enable(model, WHOLE, LEAST)
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        assert torch.equal(weight.grad, own) and own.abs().sum() > 0
     assert sparse.stats.sparse_calls == 0
-    assert all("gradients" in reason for reason in sparse.stats.reasons)
+    assert all("training" in reason for reason in sparse.stats.reasons)
+
+
+def test_tensors_without_data_stay_the_models_own(make_model, ids: Tensor) -> None:
+    model = make_model()
+    sparse = enable(model, WHOLE, LEAST)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake, mask = mode.from_tensor(ids), mode.from_tensor(LEFT)
+        assert model(fake, attention_mask=mask).logits.shape == (2, TOKENS, 97)
+    assert sparse.stats.sparse_calls == 0 and sparse.stats.exact_calls == LAYERS
+    assert model.to("meta")(ids.to("meta")).logits.is_meta
+    assert sparse.stats.sparse_calls == 0 and sparse.stats.exact_calls == 2 * LAYERS
 
 
 def test_what_cannot_be_enabled_says_why(make_model) -> None:
     with pytest.raises(ValueError, match=r"model is a torch.*Linear; give a model"):
         enable(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
     model = make_model()
-    with enable(model), pytest.raises(sparge.Unsupported, match="a copy of a model that was"):
-        enable(copy.deepcopy(model))
-    assert model.config._attn_implementation == "sdpa"
     bad: list[tuple[dict[str, Any], str]]
     bad = [({"policy": 3}, "policy is 3"), ({"min_tokens": -1}, "min_tokens is -1")]
     for options, words in bad:
         with pytest.raises(ValueError, match=words):
             enable(model, **options)
+
+
+@pytest.mark.parametrize("make_copy", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_copies_of_a_sparse_model_keep_working(
+    make_model, ids: Tensor, attention: str, make_copy: Any
+) -> None:
+    model = make_model(attention=attention)
+    own = model(ids, use_cache=False).logits
+    with enable(model, WHOLE, LEAST) as sparse:
+        copied = make_copy(model)
+    assert torch.equal(copied(ids, use_cache=False).logits, own)
+    assert sparse.stats.sparse_calls + sparse.stats.exact_calls == 0
+    with enable(copied, WHOLE, LEAST) as sparse:
+        assert not torch.equal(copied(ids, use_cache=False).logits, own)
+    assert sparse.stats.sparse_calls == LAYERS
+    assert copied.config._attn_implementation == attention
 
 
 def test_parts_of_a_model_get_their_own_back(seed: int, ids: Tensor) -> None:

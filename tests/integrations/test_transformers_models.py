@@ -96,10 +96,23 @@ def test_parts_without_an_attention_are_left_without() -> None:
     assert [part and part._attn_implementation for part in parts] == before
 
 
+def test_a_model_that_is_refused_stays_as_it_was(ids: Tensor) -> None:
+    """Its text would take ours; its eyes have an attention that is in no registry."""
+    text = SIZE | {"model_type": "qwen2", "intermediate_size": 64, "num_hidden_layers": 1}
+    eyes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 64}
+    config = transformers.GotOcr2Config(vision_config=eyes, text_config=text, image_token_index=98)
+    model = transformers.GotOcr2ForConditionalGeneration(config).eval()
+    own = model(ids.clamp(max=97)).logits
+    with pytest.raises(sparge.Unsupported, match="does not take its attention from"):
+        enable(model)
+    assert torch.equal(model(ids.clamp(max=97)).logits, own)
+
+
 def test_what_would_be_another_attention_is_refused() -> None:
     model = llama("sdpa")
-    with enable(model.model), pytest.raises(sparge.Unsupported, match="A part of this model is sp"):
-        enable(model)
+    for sparse, other in ((model.model, model), (model, model.model)):
+        with enable(sparse), pytest.raises(sparge.Unsupported, match="shares its configuration wi"):
+            enable(other)
     enable(model).disable()
     model.model.layers[0].self_attn.indexer = torch.nn.Identity()
     with pytest.raises(sparge.Unsupported, match="chooses keys by an indexer of its own"):

@@ -9,6 +9,7 @@ from functools import cached_property
 from torch import Tensor
 
 from ...checks.padding import key_padding
+from ...checks.validate import check_inference
 from ...errors import Unsupported
 from ...sampling import CallFacts, GivenCall
 from ...tune import Call
@@ -37,6 +38,10 @@ class SdpaCall(GivenCall):
         if not q.ndim == k.ndim == v.ndim == 4 or k.shape != v.shape or q.shape[1] % k.shape[1]:
             sizes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
             return f"the model sends shapes that are not served: {sizes}"
+        try:  # before it is measured
+            check_inference(q, k, v, *(() if self.mask is None else (self.mask,)))
+        except Unsupported as refusal:
+            return refusal.reason
         return Call(q, k, v, self.scale, self.layout, by_backend=self.mask is None)
 
     @cached_property

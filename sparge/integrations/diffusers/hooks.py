@@ -6,7 +6,7 @@ offloading may replace what they like."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
@@ -42,6 +42,8 @@ class TransformerHooks:
         self.pass_name: str | None = None
         """Name that the pipeline has for the running pass, such as "cond"."""
         self._signature = inspect.signature(type(self.model).forward)
+        self._named: Any = getattr(self.model, "cache_context", None)
+        self._is_copy = False
         self._open: Forward | None = None
         self._block = 0
         # Parts, not the whole: torch.compile(fullgraph=True) does not take a mode around it.
@@ -52,7 +54,12 @@ class TransformerHooks:
             transformer.register_forward_pre_hook(self._begin, with_kwargs=True),
             transformer.register_forward_hook(self._end, always_call=True),
         ]
-        self._watch_names()
+        if self._named is not None:
+            self.model.cache_context = self._cache_context
+
+    def __getstate__(self) -> dict[str, Any]:
+        """State of the hooks on a copy of the model, of whose passes nobody is told."""
+        return {"_is_copy": True, "pass_name": None, "_named": self._named}
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -61,29 +68,22 @@ class TransformerHooks:
         self._close_pass()
         self.model.__dict__.pop("cache_context", None)
 
-    def _watch_names(self) -> None:
-        """Listens to what the pipeline calls its passes."""
-        named: Callable[..., Any] | None = getattr(self.model, "cache_context", None)
-        if named is None:
-            return
-
-        @contextmanager
-        def cache_context(name: str, *args: Any, **kwargs: Any) -> Iterator[None]:
-            before, self.pass_name = self.pass_name, name
-            try:
-                with named(name, *args, **kwargs):
-                    yield
-            finally:
-                self.pass_name = before
-
-        self.model.cache_context = cache_context
+    @contextmanager
+    def _cache_context(self, name: str, *args: Any, **kwargs: Any) -> Iterator[None]:
+        """Context of a pass, which listens to what the pipeline calls it."""
+        before, self.pass_name = self.pass_name, name
+        try:
+            with self._named(name, *args, **kwargs):
+                yield
+        finally:
+            self.pass_name = before
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not is_traced_whole():
+        if not (self._is_copy or is_traced_whole()):
             self._open_pass(args, kwargs)
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not is_traced_whole():
+        if not (self._is_copy or is_traced_whole()):
             self._close_pass()
 
     @untraced

@@ -85,12 +85,13 @@ def _given(values: Tensor, timestep: Tensor, scale: float | None) -> tuple[Tenso
     if scale is not None:
         return (values / scale).double(), True
     forms = [form(values.double()) for form in _FORMS]
-    off = [
-        float((form - _latest(timestep)).abs().min() / form.abs().max().clamp(min=_ROUNDING))
-        for form in forms  # of a single step the last form is 0
-    ]
-    least = min(off)
-    return forms[off.index(least)], least <= _ROUNDING
+    nearest = []
+    for form in forms:
+        # Of a single step the last form is 0.
+        off = (form - _latest(timestep)).abs() / form.abs().max().clamp(min=_ROUNDING)
+        nearest.append((float(off.min()), int(off.argmin())))
+    least = min(nearest)  # of equals that of the earlier step: schedules may end at 1
+    return forms[nearest.index(least)], least[0] <= _ROUNDING
 
 
 def _latest(timestep: Tensor) -> float:

@@ -236,8 +236,8 @@ class RankAttention:
                 head_settings=head_settings,
                 stats=self.stats.on(call.q.device),
             )
-        except Unsupported as refusal:
-            return refusal.reason
+        except ValueError as error:  # Unsupported among them; PyTorch may serve it
+            return str(error)
         if seen.remark:
             self.stats.remark(seen.remark)
         return found

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from ...call_stats import count_exact
 from ...checks.argument import check_kind, whole_number
-from ...checks.torch_call import TorchCall
+from ...checks.torch_call import NOT_BY_HEAD, TorchCall
 from ...common.compiling import has_been_traced, keep_to_graphs, untraced
 from ...order.places import dealt_places, parts_of
 from ...policy import SparsePolicy
@@ -150,8 +150,11 @@ class _Mode(AttentionMode):
         self._attend = attend
         keep_to_graphs(_Mode.__torch_function__)
 
-    def _result(self, *args: Any, **kwargs: Any) -> Tensor:
+    def _result(self, *args: Any, **kwargs: Any) -> Tensor | None:
         call = TorchCall(*args, **kwargs)
+        if any(x.dim() != 4 for x in call[:3]):
+            count_exact(self._attend.stats, NOT_BY_HEAD)
+            return None
         return self._attend(
             *call[:3],
             mask=call.attn_mask,

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -14,7 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from ...attention import attention
-from ...call_stats import count_exact
+from ...call_stats import CallStats, count_exact
 from ...checks.torch_call import as_autocast, why_exact
 from ...errors import Unsupported
 from ...sdpa import Substitute
@@ -51,12 +53,20 @@ def _by_its_first_row(mask: Tensor) -> Tensor:
 
 
 class Functions:
-    """Both functions of a model, with what they share."""
+    """Both functions of the parts of a model that had the same implementation."""
 
-    def __init__(self, substitute: Substitute, exact: dict[int, str], otherwise: str) -> None:
+    def __init__(self, substitute: Substitute, own: str) -> None:
+        """own: name of that implementation, one of `EXACT`."""
         self.substitute = substitute
-        self.stats = substitute.stats
-        self._exact, self._otherwise = exact, otherwise
+        self._own_name = own
+
+    @property
+    def stats(self) -> CallStats | None:
+        return self.substitute.stats
+
+    def turn_off(self) -> None:
+        """Leaves all calls to the implementation that the model had, and counts none."""
+        self.substitute = replace(self.substitute, min_tokens=sys.maxsize, stats=None)
 
     def mask(
         self,
@@ -75,8 +85,7 @@ class Functions:
     ) -> Tensor | None:
         """Mask of all layers of a pass: a `CausalMask` where they may be sparse, else what the
         model's own implementation takes."""
-        name = self._name(config)
-        own = AttentionMaskInterface._global_mapping[name]
+        own = AttentionMaskInterface._global_mapping[self._own_name]
         # Gemma 4 slices the queries of layers that share keys, and needs a mask that shows which.
         is_sliced = bool(getattr(config, "num_kv_shared_layers", 0)) and q_length > 1
 
@@ -110,7 +119,8 @@ class Functions:
             return make(False)
         q_offset = found.before  # a static cache adds to its own before a layer reads the mask
         shape = (batch_size, 1, q_length, kv_length)
-        return CausalMask.of(found, make, shape, torch.bool if name == "sdpa" else dtype, device)
+        own_dtype = torch.bool if self._own_name == "sdpa" else dtype
+        return CausalMask.of(found, make, shape, own_dtype, device)
 
     def attend(
         self,
@@ -127,6 +137,8 @@ class Functions:
         """Attention of a layer: query (B, H, Nq, D), key and value (B, Hkv, Nk, D)."""
         out = None
         why = _more_than_attention(key, others) or self._asks_for_weights(module, others)
+        if module.training:  # where checkpointing may hide that gradients are wanted
+            why = why or "training: call eval() on a model that is not trained"
         if why:
             count_exact(self.stats, why)
         elif isinstance(attention_mask, CausalMask):
@@ -198,21 +210,18 @@ class Functions:
                 )
         return out
 
-    def _name(self, config: Any) -> str:
-        """Name of the implementation that a part of the model had."""
-        return self._exact.get(id(config), self._otherwise)
-
     def _asks_for_weights(self, module: nn.Module, others: dict[str, Any]) -> str:
         """Reason why a call that gives its attention weights too stays exact; else empty."""
         config = getattr(module, "config", None)
         asked = others.get("output_attentions") or getattr(config, "output_attentions", False)
-        given = asked and self._name(config) == "eager"
+        given = asked and self._own_name == "eager"
         return "attention weights are asked for (output_attentions)" if given else ""
 
     def _own(self, module: nn.Module) -> Callable[..., Attended]:
-        """Function of that implementation."""
-        name = self._name(getattr(module, "config", None))
-        return _eager(type(module)) if name == "eager" else AttentionInterface._global_mapping[name]
+        """Function of the implementation that the module had."""
+        if self._own_name == "eager":
+            return _eager(type(module))
+        return AttentionInterface._global_mapping[self._own_name]
 
 
 @cache

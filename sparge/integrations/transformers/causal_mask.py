@@ -38,7 +38,9 @@ def prefill(
     queries: int, before: int | Tensor, real_tokens: Tensor | None, batch: int
 ) -> Prefill | None:
     """Reads a padding mask (B, tokens or more), bool; None where real tokens have holes between
-    them. Waits for the device once."""
+    them, or nobody can read it, as a fake tensor. Waits for the device once."""
+    if any(isinstance(x, Tensor) and type(x) is not Tensor for x in (before, real_tokens)):
+        return None
     before = int(before)
     if real_tokens is None:
         return Prefill(queries, before)

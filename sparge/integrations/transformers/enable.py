@@ -25,30 +25,35 @@ _numbers = itertools.count(1)
 _NAME = "sparge"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Enabled:
     """A model that is sparse, and what it had before."""
 
     model: weakref.ref[PreTrainedModel]
     before: list[tuple[PreTrainedConfig, str | None]]
+    functions: dict[str, Functions]
+    """By the names that its parts have of them. They stay registered: copies have the names."""
 
-    def restore(self, name: str) -> None:
+    def restore(self) -> None:
+        """Gives the model its own attention back, and copies of it likewise."""
         for config, before in self.before:
-            if config._attn_implementation == name:  # not what others set since
+            if config._attn_implementation in self.functions:  # not what others set since
                 config._attn_implementation_internal = before
-        _forget(name)
+        for functions in self.functions.values():
+            functions.turn_off()
+        if self in _enabled:
+            _enabled.remove(self)
 
 
-#: Sparse models by the name of their attention.
-_enabled: dict[str, _Enabled] = {}
+_enabled: list[_Enabled] = []
 
 
 class SparseModel:
     """Model whose long prefills are sparse until `disable`; the end of a context calls it too."""
 
-    def __init__(self, name: str, stats: CallStats) -> None:
+    def __init__(self, enabled: _Enabled, stats: CallStats) -> None:
         self.stats = stats
-        self._name = name
+        self._enabled = enabled
 
     def __enter__(self) -> SparseModel:
         return self
@@ -62,8 +67,7 @@ class SparseModel:
 
     def disable(self) -> None:
         """Gives the model its own attention back. Twice does no harm."""
-        if self._name in _enabled:
-            _enabled[self._name].restore(self._name)
+        self._enabled.restore()
 
 
 def enable(
@@ -81,7 +85,7 @@ def enable(
 
     Raises:
         Unsupported: the model does not take its attention from transformers' registry, chooses
-            keys itself, has a part that is sparse, or is the copy of one that was.
+            keys itself, or shares its configuration with another one that is sparse.
     """
     model = getattr(model, "_orig_mod", model)
     check_kind("model", model, PreTrainedModel, "a model of transformers")
@@ -93,50 +97,53 @@ def enable(
             f"{type(model).__name__} chooses keys by an indexer of its own, which it does for "
             "PyTorch's attention alone; it stays as it is."
         )
-    before = [(config, config._attn_implementation) for config in _configs(model)]
     name = f"{_NAME}_{next(_numbers)}"
-    by_config = {
-        id(part.config): _exact(part.config._attn_implementation)
-        for part in model.modules()
-        if isinstance(part, PreTrainedModel)
-    }
-    functions = Functions(substitute, by_config, _exact(model.config._attn_implementation))
-    AttentionInterface.register(name, functions.attend)
-    AttentionMaskInterface.register(name, functions.mask)
+    names = {own: name if own == "sdpa" else f"{name}_{own}" for own in EXACT}
+    functions = {names[own]: Functions(substitute, own) for own in EXACT}
+    for each, function in functions.items():
+        AttentionInterface.register(each, function.attend)
+        AttentionMaskInterface.register(each, function.mask)
+    before = [(config, _before(config._attn_implementation)) for config in _configs(model)]
+    enabled = _Enabled(weakref.ref(model), before, functions)
+    _enabled.append(enabled)
     try:
         model.set_attn_implementation(name)
     except ValueError as error:
-        _forget(name)
+        enabled.restore()
         raise Unsupported(f"{type(model).__name__} refuses another attention: {error}") from error
     if model.config._attn_implementation != name:
-        _forget(name)
+        enabled.restore()
         raise Unsupported(
             f"{type(model).__name__} does not take its attention from transformers' registry; "
             "`with sparge.sdpa():` around the call may reach it."
         )
-    _enabled[name] = _Enabled(weakref.ref(model), before)
+    for config, own in before:
+        if config._attn_implementation == name:
+            config._attn_implementation_internal = names[own if own in EXACT else "sdpa"]
     stats.prepare()
-    return SparseModel(name, stats)
+    return SparseModel(enabled, stats)
 
 
 def _replace_earlier(model: PreTrainedModel) -> None:
     """Gives a model that is sparse its own attention back."""
-    name = model.config._attn_implementation or ""
-    found = _enabled.get(name)
-    earlier = None if found is None else found.model()
-    if found is not None and earlier is model:
-        found.restore(name)
-    elif any(part is earlier for part in model.modules()):
-        raise Unsupported("A part of this model is sparse: call that one's disable() first.")
-    elif name.startswith(_NAME):
-        raise Unsupported(
-            "This is a copy of a model that was sparse, and has the attention of that one: first "
-            'give it its own back, as by set_attn_implementation("sdpa").'
-        )
+    configs = [id(config) for config in _configs(model)]
+    for earlier in list(_enabled):
+        owner = earlier.model()
+        if owner is model or owner is None:
+            earlier.restore()
+        elif any(id(config) in configs for config, _ in earlier.before):
+            raise Unsupported(
+                f"This {type(model).__name__} shares its configuration with a "
+                f"{type(owner).__name__} that is sparse, such as a part of it or the whole that it "
+                "is a part of: call disable() of that one first."
+            )
 
 
-def _exact(implementation: str | None) -> str:
-    return implementation if implementation in EXACT else "sdpa"
+def _before(implementation: str | None) -> str | None:
+    """Implementation of a configuration. That of a copy of a sparse one is the original's own."""
+    if implementation is None or not implementation.startswith(f"{_NAME}_"):
+        return implementation
+    return "eager" if implementation.endswith("_eager") else "sdpa"
 
 
 def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
@@ -150,9 +157,3 @@ def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
             below = (getattr(config, key, None) for key in config.sub_configs)
             left += [part for part in below if isinstance(part, PreTrainedConfig)]
     return list(found.values())
-
-
-def _forget(name: str) -> None:
-    _enabled.pop(name, None)
-    for registry in (AttentionInterface, AttentionMaskInterface):
-        registry._global_mapping.pop(name, None)
