@@ -8,7 +8,8 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from itertools import islice
 
 import torch
 
@@ -82,13 +83,21 @@ def warm(
 
 def _get_all(specs: Iterable[KernelSpec], index: int, progress: Progress | None) -> None:
     wanted = list(specs)
-    with ThreadPoolExecutor(min(len(wanted), os.cpu_count() or 1) or 1) as pool:
-        jobs = {pool.submit(get_kernel, spec, index): spec for spec in wanted}
+    waiting, done = iter(wanted), 0
+    workers = min(len(wanted), os.cpu_count() or 1) or 1
+    with ThreadPoolExecutor(workers) as pool:
+        # No more than run: Python ends when all that a pool was given is done.
+        jobs = {pool.submit(get_kernel, spec, index): spec for spec in islice(waiting, workers)}
         try:
-            for done, job in enumerate(as_completed(jobs), 1):
-                job.result()
-                if progress:
-                    progress(done, len(wanted), jobs[job].id)
+            while jobs:
+                for job in wait(jobs, return_when=FIRST_COMPLETED).done:
+                    job.result()
+                    done += 1
+                    if progress:
+                        progress(done, len(wanted), jobs[job].id)
+                    del jobs[job]
+                    for spec in islice(waiting, 1):
+                        jobs[pool.submit(get_kernel, spec, index)] = spec
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise

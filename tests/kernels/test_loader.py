@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -132,3 +134,26 @@ def test_what_the_driver_refuses_is_built_anew_once(first, anew, loaded, monkeyp
     else:
         assert loader._load(SPEC, 0) == b""
     assert len(given) == loaded
+
+
+def test_python_that_ends_waits_for_no_kernel_that_is_not_begun():
+    program = """
+import os, threading, time
+from sparge.kernels import loader
+from sparge.kernels.spec import native_specs
+
+def load(spec, device_index):
+    print(spec.id)
+    begun.set()
+    time.sleep(0.3)
+
+begun = threading.Event()
+loader._load, os.cpu_count = load, lambda: 1
+given = native_specs("sm_90a"), 0, None
+threading.Thread(target=loader._get_all, args=given, daemon=True).start()
+begun.wait()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines() == [native_specs("sm_90a")[0].id]
