@@ -211,11 +211,18 @@ def seconds_when_done() -> float:
     return time.perf_counter()
 
 
-def sample(model: Any, positive: Any, samples: torch.Tensor, steps: int) -> None:
-    """Samples a latent without guidance, as a KSampler of that many steps does."""
+def sampled_latent(model: Any, latent: Mapping[str, Any]) -> Any:
+    """Tensor of a latent as a KSampler samples it: an empty one of another model's is resized."""
     import comfy.sample
 
-    latent = comfy.sample.fix_empty_latent_channels(model, samples)
+    ratios = (latent.get(f"downscale_ratio_{along}") for along in ("spacial", "temporal"))
+    return comfy.sample.fix_empty_latent_channels(model, latent["samples"], *ratios)
+
+
+def sample(model: Any, positive: Any, latent: Any, steps: int) -> None:
+    """Samples a `sampled_latent` without guidance, as a KSampler of that many steps does."""
+    import comfy.sample
+
     noise = comfy.sample.prepare_noise(latent, 0)
     conds = positive, positive
     comfy.sample.sample(
