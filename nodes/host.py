@@ -87,18 +87,18 @@ def nodes_behind(node_id: str | None, kind: str) -> dict[str, Mapping[str, Any]]
     known = graph.all_node_ids()
     for each in known:
         node = graph.get_node(each)
-        inputs = node["inputs"]
         if node["class_type"] != kind:
             continue
+        inputs = given = node.get("inputs", {})  # one that does not run may have none
         passed: set[str] = set()
-        while isinstance(link := node["inputs"].get("model"), list) and link:
+        while isinstance(link := given.get("model"), list) and link:
             if (source := str(link[0])) == node_id:
                 found[each] = inputs
                 break
             if source in passed or source not in known:  # a part of the graph that does not run
                 break
             passed.add(source)
-            node = graph.get_node(source)
+            given = graph.get_node(source).get("inputs", {})
     return found
 
 

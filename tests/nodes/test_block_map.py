@@ -61,6 +61,8 @@ def test_nodes_that_do_not_run_are_passed_over(asked_for, load_pack):
     for name, source in (("lost", "77"), ("lora a", "lora b"), ("lora b", "lora a")):
         nodes[name] = {"class_type": BLOCK_MAP, "inputs": {"model": [source, 0], "layer": 5}}
         nodes[f"behind {name}"] = {"class_type": BLOCK_MAP, "inputs": {"model": [name, 0]}}
+    nodes |= {"bare": {"class_type": "Lora"}, "map of nothing": {"class_type": BLOCK_MAP}}
+    nodes["behind bare"] = {"class_type": BLOCK_MAP, "inputs": {"model": ["bare", 0]}}
     found = load_pack("nodes.host").nodes_behind("2", BLOCK_MAP)
     assert found == {"map 1": {"model": ["2", 0], "layer": 1}}
 
