@@ -91,7 +91,8 @@ def nodes_behind(node_id: str | None, kind: str) -> dict[str, Mapping[str, Any]]
             continue
         inputs = given = node.get("inputs", {})  # one that does not run may have none
         passed: set[str] = set()
-        while isinstance(link := given.get("model"), list) and link:
+        # Nodes that merge give out a clone of their first model.
+        while isinstance(link := given.get("model", given.get("model1")), list) and link:
             if (source := str(link[0])) == node_id:
                 found[each] = inputs
                 break
