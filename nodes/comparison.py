@@ -69,6 +69,12 @@ class Likeness:
         return f"{called}: {self.psnr:.1f} dB PSNR, SSIM {self.similarity:.3f}"
 
 
+def as_colours(clip: Tensor, device: torch.device) -> Tensor:
+    """Red, green and blue of a clip in float32: some have transparency beside them (layers of Qwen
+    Image), or 16 bits (--fp16-intermediates)."""
+    return clip[..., :3].to(device, torch.float32)
+
+
 def mismatch(reference: Tensor, clip: Tensor) -> str | None:
     """Sentence for two clips whose pixels cannot be compared; None where they can."""
     if reference.shape[1:] == clip.shape[1:]:

@@ -4,6 +4,7 @@ attention on this GPU."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from ..sparge.sampling.verdict import FASTER
@@ -46,7 +47,8 @@ class ExpectedRun:
 
     @property
     def _sparse_steps(self) -> int:
-        return self.steps - round(self.steps * START_OF_NEW_NODES)
+        # The first step is before any start, and so is one that begins before it.
+        return self.steps - math.ceil(round(self.steps * START_OF_NEW_NODES, 6))
 
     @property
     def _measuring_pays(self) -> bool:

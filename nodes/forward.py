@@ -38,8 +38,11 @@ class Forward(ServedPass):
     ) -> Forward:
         """Begins a pass. x is its latent and sigma its noise levels; which: as in `Run`; the rest
         are apply_model's."""
-        packed = extras.get("latent_shapes")  # audio and video in one flat latent: video is first
-        layout = token_layout(diffusion_model, packed[0] if packed else x.shape, context, extras)
+        # Video and sound in one flat latent: video is first. Without sound this is the shape of the
+        # whole clip, also where a pass is of a context window.
+        packed = extras.get("latent_shapes") or ()
+        shape = packed[0] if len(packed) > 1 else x.shape
+        layout = token_layout(diffusion_model, shape, context, extras)
         unusable = run.meet(layout, x.device)
         conditioning = tuple(options.get("cond_or_uncond") or (0,))
         facts = PassFacts(conditioning, run.step_of(conditioning), which=which)
@@ -51,7 +54,7 @@ class Forward(ServedPass):
                 run.progress.at(level)
         policy = fitted(run.asked, x.device)
         begun = run.session.begin_pass(layout, policy, x.device, facts, usable=unusable is None)
-        beside = frozenset(shape[2] for shape in (packed or ())[1:])
+        beside = frozenset(sound[2] for sound in packed[1:])
         return cls(
             run=run, layout=layout, begun=begun, unusable=unusable, layers=LayerCounter(layout),
             beside=beside,

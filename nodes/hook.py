@@ -135,6 +135,9 @@ class Hook:
             options.pop(OVERRIDE_KEY, None)
             if found is not None:
                 options[OVERRIDE_KEY] = found
+            # Not every sampler evaluates the model at the level of the last step (dpm_fast).
+            with run.failures.caught("the map of the run stayed on the report"):
+                run.live_map.drop()
             self._report(run, fingerprint, stopped=not finished)
             run.session.end()
 

@@ -87,18 +87,19 @@ def nodes_behind(node_id: str | None, kind: str) -> dict[str, Mapping[str, Any]]
     known = graph.all_node_ids()
     for each in known:
         node = graph.get_node(each)
-        inputs = node["inputs"]
         if node["class_type"] != kind:
             continue
+        inputs = given = node.get("inputs", {})  # one that does not run may have none
         passed: set[str] = set()
-        while isinstance(link := node["inputs"].get("model"), list) and link:
+        # Nodes that merge give out a clone of their first model.
+        while isinstance(link := given.get("model", given.get("model1")), list) and link:
             if (source := str(link[0])) == node_id:
                 found[each] = inputs
                 break
             if source in passed or source not in known:  # a part of the graph that does not run
                 break
             passed.add(source)
-            node = graph.get_node(source)
+            given = graph.get_node(source).get("inputs", {})
     return found
 
 
@@ -211,11 +212,18 @@ def seconds_when_done() -> float:
     return time.perf_counter()
 
 
-def sample(model: Any, positive: Any, samples: torch.Tensor, steps: int) -> None:
-    """Samples a latent without guidance, as a KSampler of that many steps does."""
+def sampled_latent(model: Any, latent: Mapping[str, Any]) -> Any:
+    """Tensor of a latent as a KSampler samples it: an empty one of another model's is resized."""
     import comfy.sample
 
-    latent = comfy.sample.fix_empty_latent_channels(model, samples)
+    ratios = (latent.get(f"downscale_ratio_{along}") for along in ("spacial", "temporal"))
+    return comfy.sample.fix_empty_latent_channels(model, latent["samples"], *ratios)
+
+
+def sample(model: Any, positive: Any, latent: Any, steps: int) -> None:
+    """Samples a `sampled_latent` without guidance, as a KSampler of that many steps does."""
+    import comfy.sample
+
     noise = comfy.sample.prepare_noise(latent, 0)
     conds = positive, positive
     comfy.sample.sample(

@@ -19,7 +19,7 @@ SECONDS = 1.0
 
 class LiveMap:
     """Picture of the steps that are over; never waits for the GPU. It goes when the last step
-    begins, to make room for the report's own."""
+    begins, or with the run, to make room for the report's own."""
 
     def __init__(self, session: Session, steps: int, node_id: str | None) -> None:
         """steps: number of steps of the schedule. node_id: of the node that patched the model."""
@@ -46,8 +46,9 @@ class LiveMap:
         self._next = time.perf_counter() + SECONDS
 
     def drop(self) -> None:
-        """Takes the picture from the nodes."""
+        """Takes the picture from the nodes, where it is still there."""
         if self._next:
+            self._next = 0.0
             for node in self._reports:
                 drop_picture(node)
 

@@ -30,13 +30,13 @@ class ModelCall:
     """Number of self-attention calls without a mask, by size."""
 
     @classmethod
-    def of(cls, model: Any, positive: Any, latent: dict[str, Any]) -> ModelCall:
+    def of(cls, model: Any, positive: Any, latent: Any) -> ModelCall:
         """Samples a few steps of a model as it is, without noise masks. Waits for the GPU."""
         found, patched = cls(), model.clone()
         options = patched.model_options.setdefault("transformer_options", {})
         options[OVERRIDE_KEY] = found._observe(options.get(OVERRIDE_KEY))
         patched.add_wrapper_with_key(host.APPLY_MODEL, "sparge_benchmark", found._timed)
-        host.sample(patched, positive, latent["samples"], STEPS)
+        host.sample(patched, positive, latent, STEPS)
         return found
 
     @property

@@ -62,7 +62,7 @@ class Run(sampling.Run):
         falls = settings.aim is not None and settings.aim.falls
         self.needs_level = falls or not self.window.is_everything
         """Whether a pass has to know its noise level, for which it waits."""
-        live = LiveMap(self.session, len(schedule), node_id)
+        self.live_map = live = LiveMap(self.session, len(schedule), node_id)
 
         def tell(text: str, last: bool) -> None:  # holds no run, as `note` does not
             show(text)

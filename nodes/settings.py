@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -28,4 +29,11 @@ class Settings(sampling.Settings):
         given |= {name: value for name, value in nested.items() if value is not None}
         kinds: dict[str, Any] = {field.name: type(field.default) for field in fields(cls)}
         known = {name: value for name, value in given.items() if name in kinds}
-        return cls(**{n: kinds[n](value) for n, value in known.items() if value is not None})
+        return cls(**{n: _made(kinds[n], x) for n, x in known.items() if x is not None})
+
+
+def _made(kind: Any, value: Any) -> Any:
+    """Value of a kind; what cannot be made one stays as it is, and is refused with its name."""
+    with suppress(TypeError, ValueError, OverflowError):
+        return kind(value)
+    return value

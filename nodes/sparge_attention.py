@@ -7,6 +7,7 @@ from typing import Any
 
 from comfy_api.latest import io
 
+from ..sparge.checks.argument import check_kind
 from ..sparge.sampling import AUTO_BUDGET, AUTO_QUALITY, MANUAL, QUALITIES, NamedProfile
 from ..sparge.tune import LayerSpans
 from .hook import Hook
@@ -65,7 +66,7 @@ class SpargeAttention(io.ComfyNode):
     def validate_inputs(cls, dense_blocks: str | None = None, *, mode: Any = None) -> bool | str:
         """`mode` comes unasked; were it no keyword, the error would be told of it, too."""
         try:
-            LayerSpans.parse(dense_blocks or "")
+            LayerSpans.parse(str(dense_blocks or ""))
         except ValueError as error:
             return str(error)
         return True
@@ -79,6 +80,8 @@ class SpargeAttention(io.ComfyNode):
         **widgets: Any,
     ) -> io.NodeOutput:
         settings = Settings.of_inputs(mode, widgets)
+        if profile is not None:  # the server does not look at what is no link
+            check_kind("profile", profile, NamedProfile, "the output of Load Sparge Profile")
         node_id = cls.hidden.unique_id if cls.hidden else None
         hook = Hook(settings, node_id, profile)
         hook.prepare_kernels(inference_device())

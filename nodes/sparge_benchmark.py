@@ -63,6 +63,7 @@ class SpargeGPUBenchmark(io.ComfyNode):
         if failure := warm_up(device, cls._show).wait(host.raise_if_interrupted):
             return cls._shown(failure)
         cls._show(f"Timing two steps of {steps}")
+        latent = host.sampled_latent(model, latent)
         called = ModelCall.of(model, positive, latent)
         size = called.main
         if size is None:
@@ -102,7 +103,6 @@ class SpargeGPUBenchmark(io.ComfyNode):
 
 def _grid(model: Any, latent: Any, size: Size) -> TokenGrid:
     """Grid of the tokens of a call; a line of them where the model is not known."""
-    shape = latent["samples"].shape
-    layout = token_layout(model.get_model_object("diffusion_model"), shape)
+    layout = token_layout(model.get_model_object("diffusion_model"), latent.shape)
     grid = layout.sequence(size.tokens)
     return grid or TokenGrid(1, 1, size.tokens)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from comfy_api.latest import io
 from torch import Tensor
 
-from .comparison import Likeness, View, mismatch
+from .comparison import Likeness, View, as_colours, mismatch
 from .host import show_on_node
 
 
@@ -47,6 +47,7 @@ class SpargeAttentionCompare(io.ComfyNode):
     def execute(
         cls, reference: Tensor, clip: Tensor, view: str = View.SIDE_BY_SIDE.value
     ) -> io.NodeOutput:
+        reference, clip = (as_colours(each, reference.device) for each in (reference, clip))
         if problem := mismatch(reference, clip):
             return cls._shown(clip, problem)  # a long run must not be lost for it
         frames = min(len(reference), len(clip))

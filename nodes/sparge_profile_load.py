@@ -66,14 +66,14 @@ class SpargeProfileLoad(io.ComfyNode):
     def fingerprint_inputs(cls, name: str | None = None) -> str:
         """Changes with the file, so that one that was written since is read again."""
         try:
-            file = profile_file(name or "")
+            file = profile_file(str(name or ""))
             return str(file.stat().st_mtime_ns) if file else ""
         except OSError:
             return ""
 
     @classmethod
     def execute(cls, name: str | None = None) -> io.NodeOutput:
-        name = name or ""  # null where the list is empty
+        name = str(name or "")  # null where the list is empty; a number in an API graph
         shown = name.removesuffix(SUFFIX)
         if shown.strip() and shown != NONE_SAVED:
             found = NamedProfile.load(shown, profile_file(name))

@@ -180,7 +180,7 @@ class HeadMeasuring:
         """Settings from what was measured so far; None where no layer gave finite numbers. Waits
         for the GPU. place: of the first step that they are for."""
         assert self._measurement is not None  # without one nothing was measured
-        steps = place.steps - place.index if place else None
+        steps = place.steps - place.index if place else self._run.sparse_steps
         try:
             chosen = StepSettings(
                 aim, steps, measurement=self._measurement, again=self._again, shared=self._shared

@@ -201,6 +201,7 @@ FAMILIES |= {
         model_type="animate2",
         in_dim=36,
     ),
+    "ltxav, no sound": replace(FAMILIES["ltxav"], sound=()),
     "hunyuan, padded": replace(FAMILIES["hunyuan"], valid=(15, 9)),
     "mochi, longer prompts": replace(FAMILIES["mochi"], valid=(21, 9)),
 }

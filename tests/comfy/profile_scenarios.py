@@ -111,12 +111,15 @@ def profile_of_another_prompt() -> dict[str, Any]:
     return {"reports": found, "errors": errors_in(named.profile)}
 
 
-def benchmark(family: str = "wan") -> dict[str, Any]:
-    """SpargeGPUBenchmark with pretended times of its calls; without them, and after our node."""
+def benchmark(family: str, of_image: bool = False) -> dict[str, Any]:
+    """SpargeGPUBenchmark with pretended times of its calls; without them, and after our node.
+    of_image: the latent is Empty Latent Image's, of 8 x 8 pixels a cell."""
     node, latent = (
         comfy_nodes.NODE_CLASS_MAPPINGS["SpargeGPUBenchmark"],
-        models.empty_latent(family),
+        {"samples": models.empty_latent(family)},
     )
+    if of_image:
+        (latent,) = comfy_nodes.NODE_CLASS_MAPPINGS["EmptyLatentImage"]().generate(320, 256)
     model, module, timed = models.build(family), pack("nodes.sparge_benchmark"), []
 
     def time_shape(grid: Any, heads: int, head_dim: int, *_: Any) -> Any:
@@ -127,7 +130,7 @@ def benchmark(family: str = "wan") -> dict[str, Any]:
 
     def run(model: Any) -> Any:
         with torch.inference_mode():
-            return node.execute(model, models.conditioning(family), {"samples": latent})
+            return node.execute(model, models.conditioning(family), latent)
 
     cpu, after = run(model).args[0], run(patch(model)).args[0]
     with contextlib.ExitStack() as stack:

@@ -36,11 +36,13 @@ def test_core_sparse_node_on_the_same_model_is_named(comfyui):
     assert got["wraps"] == got["depths"] == 1, "nothing piles up"
 
 
-def test_context_windows(comfyui):
+@pytest.mark.parametrize("name", ["wan", "ltxav, no sound"])
+def test_context_windows(comfyui, name):
     """Clips have 4 and 5 frames, as the second gets one of context: two shapes are measured."""
-    everything, auto = comfyui.sampled("wan", ALL, FAST, before="windows", frames=7)
+    everything, auto = comfyui.sampled(name, ALL, FAST, before="windows", frames=7)
     for got in (everything, auto):
         assert got["sparse"] == 2 * SPARSE
+        assert all(call["segments"] for call in got["calls"]), "the grid is that of the window"
         assert {call["tokens"] for call in got["calls"]} == {4 * 8 * 10, 5 * 8 * 10}
     assert everything["error"] < EIGHT_BIT
 

@@ -61,8 +61,22 @@ def test_nodes_that_do_not_run_are_passed_over(asked_for, load_pack):
     for name, source in (("lost", "77"), ("lora a", "lora b"), ("lora b", "lora a")):
         nodes[name] = {"class_type": BLOCK_MAP, "inputs": {"model": [source, 0], "layer": 5}}
         nodes[f"behind {name}"] = {"class_type": BLOCK_MAP, "inputs": {"model": [name, 0]}}
+    nodes |= {"bare": {"class_type": "Lora"}, "map of nothing": {"class_type": BLOCK_MAP}}
+    nodes["behind bare"] = {"class_type": BLOCK_MAP, "inputs": {"model": ["bare", 0]}}
     found = load_pack("nodes.host").nodes_behind("2", BLOCK_MAP)
     assert found == {"map 1": {"model": ["2", 0], "layer": 1}}
+
+
+def test_a_map_behind_a_merge_is_of_its_first_model(asked_for, load_pack):
+    """ModelMergeSimple and the like give out a clone of that."""
+    nodes = asked_for()
+    nodes["other"] = {"class_type": "Loader", "inputs": {}}
+    for name, first, second in (("with ours", "2", "other"), ("into another", "other", "2")):
+        sources = {"model1": [first, 0], "model2": [second, 0]}
+        nodes[name] = {"class_type": "Merge", "inputs": sources}
+        nodes[f"map {name}"] = {"class_type": BLOCK_MAP, "inputs": {"model": [name, 0]}}
+    found = load_pack("nodes.host").nodes_behind("2", BLOCK_MAP)
+    assert set(found) == {"map with ours"}
 
 
 @pytest.mark.parametrize("mode", ["manual", "auto budget"])

@@ -82,6 +82,23 @@ def test_views(comparison) -> None:
     assert (reference == 0).all() and other[0, 0, 0, 0] == 0.9, "what is given stays"
 
 
+def test_transparency_and_16_bits_are_compared_as_colours_in_32(load_pack) -> None:
+    """Qwen Image decodes layers with transparency; --fp16-intermediates makes images of 16 bits."""
+    node = load_pack("nodes.sparge_compare").SpargeAttentionCompare
+    reference = torch.linspace(0, 1, 32).view(1, 1, 32, 1).expand(2, 24, 32, 3).contiguous()
+    other = reference + 1e-2 * clip(2)
+    shown, expected = node.execute(reference, other)
+    assert expected.startswith("Small differences: ")
+    half = [each.half() for each in (reference, other)]
+    with_alpha = torch.cat([other, torch.rand(2, 24, 32, 1)], 3)
+    assert torch.equal(node.execute(reference, with_alpha)[0], shown)
+    assert node.execute(reference, with_alpha)[1] == expected
+    for given in ((with_alpha, with_alpha), (half[0], half[0])):
+        assert node.execute(*given)[1] == "The clips are equal."
+    for given in ((half[0], half[1]), (reference, half[1])):
+        assert node.execute(*given)[1] == expected, "in 16 bits squares and variances get lost"
+
+
 def test_clips_of_two_sizes(comparison) -> None:
     assert comparison.mismatch(clip(2), clip(3)) is None
     told = comparison.mismatch(clip(), clip(width=40))

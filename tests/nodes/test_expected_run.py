@@ -36,6 +36,15 @@ def test_the_first_steps_are_dense_and_the_rest_of_the_model_stays(make) -> None
     assert "Whole run at 10 %: 22.8 s, 1.75 times as fast" in text
 
 
+@pytest.mark.parametrize(("steps", "dense"), [(1, 1), (4, 1), (10, 1), (15, 2), (20, 2), (70, 7)])
+def test_as_many_steps_are_dense_as_in_a_run(load_pack, make, steps, dense) -> None:
+    window = load_pack("sparge.tune").SigmaWindow.of(0.1, 1.0, lambda percent: 1 - percent)
+    levels = [1 - step / steps for step in range(steps)]
+    assert window.dense_steps(levels) == dense
+    expected = steps * 1.0 + dense * 0.5 + (steps - dense) * 0.1
+    assert replace(make(), steps=steps).seconds(0.2) == pytest.approx(expected)
+
+
 def test_no_way_is_taken_that_is_slower(make) -> None:
     assert make(eight_bit=0.2, sparse=0.3).seconds(0.2) == pytest.approx(40)
     assert make(sparse=0.3).seconds(0.2) == pytest.approx(20 + 20 * 0.5)

@@ -57,12 +57,13 @@ def run(load_pack, sampled, step, pictures):
     """run(node id, seconds between pictures): a run of five steps, one of them dense."""
     live_map, hook_of = load_pack("nodes.live_map"), load_pack("nodes.hook").hook_of
 
-    def of(monkeypatch, node_id="2", seconds=0.0):
+    def of(monkeypatch, node_id="2", seconds=0.0, **given):
         monkeypatch.setattr(live_map, "SECONDS", seconds)
         return sampled(
             step,
             (1.0, 0.7, 0.6, 0.4, 0.2),
             prepared=lambda patched: setattr(hook_of(patched), "node_id", node_id),
+            **given,
         )
 
     return of
@@ -86,6 +87,14 @@ def test_reports_of_the_model_show_each_step_that_is_over(run, pictures, load_pa
     for place, (headline, by_step) in enumerate(maps, 1):
         assert headline == f"Step {place + 1} of 5" and by_step.shape == whole.shape
         assert by_step[:, :place].equal(whole[:, :place]) and by_step[:, place:].isnan().all()
+
+
+def test_it_goes_where_the_model_is_not_evaluated_in_the_last_step(run, pictures, monkeypatch):
+    """dpm_fast, dpm_adaptive; LazyCache may skip that step."""
+    got = run(monkeypatch, schedule=[1.0, 0.7, 0.6, 0.4, 0.2, 0.1])
+    shown = [image for _, image in pictures if not isinstance(image, str)]
+    assert got.tally.sparse and len(shown) == 2 * 4
+    assert [state for _, state in pictures[len(shown) :]] == 2 * ["running", "pending"]
 
 
 def test_pictures_are_some_time_apart(run, pictures, monkeypatch):

@@ -265,6 +265,14 @@ def test_a_folder_that_is_gone_does_not_end_the_list(folder, load_pack, monkeypa
     assert names() == ["a.safetensors"]
 
 
+def test_a_name_that_an_api_graph_has_as_a_number(save, folder, load_pack, load):
+    save()
+    (folder / "clip.safetensors").rename(folder / "5.safetensors")
+    node = load_pack("nodes.sparge_profile_load").SpargeProfileLoad
+    assert load(5).name == "5" and load(5).profile is not None
+    assert node.fingerprint_inputs(5) == node.fingerprint_inputs("5") != ""
+
+
 def test_a_file_that_was_written_since_is_read_again(saved, folder, load_pack):
     node = load_pack("nodes.sparge_profile_load").SpargeProfileLoad
     before = node.fingerprint_inputs("clip")

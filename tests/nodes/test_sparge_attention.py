@@ -203,6 +203,7 @@ def test_measured_heads_keep_a_share_of_blocks(load_pack):
 def test_a_bad_block_list_is_refused_before_anything_runs(node):
     assert node.validate_inputs(dense_blocks="0-2, -1") is True
     assert "first" in node.validate_inputs(dense_blocks="first")
+    assert "give block numbers" in node.validate_inputs(dense_blocks=[0])
     assert node.validate_inputs(dense_blocks=None) is True  # a linked input is not known yet
 
 
@@ -216,6 +217,9 @@ def test_a_bad_block_list_is_refused_before_anything_runs(node):
         ({"end_percent": 80.0}, "end_percent is 80.0; it takes a number from 0 to 1"),
         ({"dense_blocks": "first"}, "dense_blocks contains 'first'"),
         ({"pvthreshd": -1.0}, "pvthreshd"),
+        ({"topk": "half"}, "topk is 'half'; give a number"),
+        ({"min_tokens": [4096]}, "min_tokens is a list; it takes a whole number"),
+        ({"profile": "wan"}, "profile is 'wan'; give the output of Load Sparge Profile"),
     ],
 )
 def test_what_comes_through_a_link_is_refused_when_the_node_runs(node, patcher, linked, words):

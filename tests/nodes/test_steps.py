@@ -219,6 +219,18 @@ def test_heads_are_measured_again(load_pack, steps_of, monkeypatch, passes, agai
     assert added[len(first) :] == then * again * (0 in conditionings)
 
 
+def test_heads_are_measured_again_where_no_pass_asks_for_its_noise_level(load_pack, steps_of):
+    """A target and start_percent 0: heads are chosen anew when any other run of as many does."""
+    changes = []
+    for widgets in ({"mode": "auto quality", "start_percent": 0.0}, {"topk": 0.5, **BUDGET}):
+        sigmas = [0.8 - 0.05 * step for step in range(15)]
+        steps, got = steps_of(sigmas, **widgets)
+        assert len(steps) == 14 and got.run.needs_level == (widgets["mode"] == "auto budget")
+        given = got.run.session.tables.chosen[0]._given()
+        changes.append([at for at in range(1, 14) if given[at] is not given[at - 1]])
+    assert changes[0] == changes[1] == [6, 12]
+
+
 def test_a_step_that_is_not_finite_spoils_no_later_one(load_pack, steps_of, monkeypatch):
     """It does not even where heads are measured again in it: sums that are not finite are those of
     the measurement before."""
