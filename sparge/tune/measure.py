@@ -16,7 +16,8 @@ from torch.nn.functional import pad
 from ..blocks import QUERY_BLOCK
 from ..common.partial import Partial
 from ..head_settings import HeadSettings
-from ..reference import Attended, Quantized, attend, poolable, quantize_qkv, route
+from ..policy import SparsePolicy
+from ..reference import Attended, Quantized, attend, quantize_qkv, route
 from ..reference.quantized import by_query_head
 from .candidates import CandidateSet
 from .scoring import Distances, bucket_distances
@@ -46,10 +47,9 @@ class MeasuredCall:
     workload: Workload
     candidates: CandidateSet
     scale: float
-    key_lengths: Tensor | None
-    order_kinds: range = range(1)
+    order_kinds: range
     """Token orders of the workload to measure; the first is one of them."""
-    row_step: int = 1
+    row_step: int
     """One in so many rows of a query block is compared, as in `spread_rows`."""
 
     def of_heads(self, heads: slice) -> MeasuredCall:
@@ -85,8 +85,7 @@ def reference_measure(call: MeasuredCall) -> Measured:
 
 def _in_its_order(call: MeasuredCall) -> tuple[Distances, Tensor]:
     """Distances of rows (B, H, S, rows), and which rows are queries."""
-    order = None if call.workload.is_causal else call.workload.order
-    x = quantize_qkv(call.q, call.k, call.v, order, key_lengths=call.key_lengths)
+    x = quantize_qkv(call.q, call.k, call.v, call.workload.order)
     occupied = _by_block(x.occupied.unsqueeze(-1), call)[..., 0]
     parts = _bucket_partials(call, x, _measured_buckets(call, x))
     return bucket_distances(parts, _mean_value(x)), occupied
@@ -94,15 +93,9 @@ def _in_its_order(call: MeasuredCall) -> tuple[Distances, Tensor]:
 
 def _measured_buckets(call: MeasuredCall, x: Quantized) -> Tensor:
     """Buckets (B, H, nq, nk), -1 in query blocks that are not measured."""
-    workload, candidates = call.workload, call.candidates
-    routed = route(
-        x,
-        workload.policy(),
-        HeadSettings.uniform(call.q.shape[1], 1.0, router=candidates.router),
-        scale=call.scale,
-        is_causal=workload.is_causal,
-    )
-    every = candidates.buckets(routed.rank, routed.valid)
+    by_router = HeadSettings.uniform(call.q.shape[1], 1.0, router=call.candidates.router)
+    routed = route(x, SparsePolicy(), by_router, scale=call.scale)
+    every = call.candidates.buckets(routed.rank, routed.valid)
     measured = torch.full_like(every, -1)
     for block in call.query_blocks:
         measured[:, :, block] = every[:, :, block]
@@ -118,18 +111,12 @@ def _bucket_partials(
     call: MeasuredCall, x: Quantized, buckets: Tensor
 ) -> list[tuple[Partial, Partial]]:
     """Exact and pooled part (B, H, S, 128, D) of each bucket."""
-    parts = bucket_partials(
-        x,
-        buckets,
-        len(call.candidates.densities),
-        scale=call.scale,
-        is_causal=call.workload.is_causal,
-    )
+    parts = bucket_partials(x, buckets, len(call.candidates.densities), call.scale)
     return [(_rows(exact, call), _rows(pooled, call)) for exact, pooled in parts]
 
 
 def bucket_partials(
-    x: Quantized, buckets: Tensor, count: int, *, scale: float, is_causal: bool = False
+    x: Quantized, buckets: Tensor, count: int, scale: float
 ) -> list[tuple[Partial, Partial]]:
     """Exact and pooled part of each bucket of blocks, 0 .. count - 1.
 
@@ -142,8 +129,8 @@ def bucket_partials(
     parts: list[tuple[Partial, Partial]] = []
     for bucket in range(count):
         blocks = buckets == bucket
-        exact = attend(x, blocks, scale=scale, is_causal=is_causal)
-        pooled = attend(x, nothing, poolable(blocks, is_causal), scale=scale)
+        exact = attend(x, blocks, scale=scale)
+        pooled = attend(x, nothing, blocks, scale=scale)
         parts.append((_partial(exact), _partial(pooled)))
     return parts
 

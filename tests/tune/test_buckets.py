@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -22,23 +21,18 @@ from tests.tune.parts import combine, weighted
 ROUNDING = 0.001  # relative, of the whole output, in FP16
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("pool_weights", [[0.0, 0.0], [1.0, 0.3], [0.0, 2.0]])
-def test_buckets_of_ranks_combine_to_any_candidate(
-    make_qkv, pool_weights: list[float], is_causal: bool
-) -> None:
+def test_buckets_of_ranks_combine_to_any_candidate(make_qkv, pool_weights: list[float]) -> None:
     """(A + g R) / (a + g r): what measurement scores is what attention then computes."""
     grid = TokenGrid(5, 9, 13, prefix=10)
-    order = None if is_causal else cube_order(grid)
     q, k, v = make_qkv(1, 2, grid.tokens, 16, dtype=torch.float16)
-    x = quantize_qkv(q, k, v, order, element=Element.FP16)
-    options: dict[str, Any] = {"scale": 0.25, "is_causal": is_causal}
-    routed = route(x, SparsePolicy(), HeadSettings.uniform(2, 0.5), **options)
+    x = quantize_qkv(q, k, v, cube_order(grid), element=Element.FP16)
+    routed = route(x, SparsePolicy(), HeadSettings.uniform(2, 0.5), scale=0.25)
     # Forced blocks first, which every candidate computes exactly; then ranks, two to a bucket.
     buckets = torch.where(routed.rank < 0, 0, routed.rank // 2 + 1)
     buckets = buckets.masked_fill(~routed.valid, -1)
     count = int(buckets.max()) + 1
-    parts = bucket_partials(x, buckets, count, **options)
+    parts = bucket_partials(x, buckets, count, 0.25)
     pool_weight = torch.tensor(pool_weights)
     for split in range(1, count + 1):
         exact = [part for part, _ in parts[:split]]
@@ -46,7 +40,7 @@ def test_buckets_of_ranks_combine_to_any_candidate(
         found = combine([*exact, *pooled]).output()
         kept = routed.valid & (buckets < split)
         dropped = routed.valid & ~kept & (pool_weight > 0)[:, None, None]
-        expected = attend(x, kept, dropped, pool_weight, **options)
+        expected = attend(x, kept, dropped, pool_weight, scale=0.25)
         assert rel_l2(found, expected.out) < ROUNDING
 
 
