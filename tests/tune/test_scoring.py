@@ -129,8 +129,3 @@ def test_small_errors_beside_large_values(generator: torch.Generator) -> None:
 
 
 EMPTY = torch.zeros(6, 0), torch.zeros(0, 4)
-
-
-def stacked(parts: list[Partial]) -> Partial:
-    each = zip(*((x.unnormalised, x.row_max, x.row_sum) for x in parts), strict=True)
-    return Partial(*(torch.stack(x) for x in each))
