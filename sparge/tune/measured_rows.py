@@ -121,7 +121,6 @@ def _thresholds(candidates: CandidateSet) -> Tensor:
         selection=1.0,
         simthreshd1=-torch.inf,
         pvthreshd=PV_FILTER_OFF,
-        log2_pool_weight=-torch.inf,
         router=float(candidates.router),
     )
     table[:, SELECTION] = torch.tensor(densities, dtype=table.dtype, device="cpu")
