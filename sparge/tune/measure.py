@@ -110,40 +110,26 @@ def _mean_value(x: Quantized) -> Tensor:
 def _bucket_partials(
     call: MeasuredCall, x: Quantized, buckets: Tensor
 ) -> list[tuple[Partial, Partial]]:
-    """Exact and pooled part (B, H, S, 128, D) of each bucket."""
-    parts = bucket_partials(x, buckets, len(call.candidates.densities), call.scale)
-    return [(_rows(exact, call), _rows(pooled, call)) for exact, pooled in parts]
+    """Exact and pooled part (B, H, S, rows a block, D) of each bucket of blocks.
 
-
-def bucket_partials(
-    x: Quantized, buckets: Tensor, count: int, scale: float
-) -> list[tuple[Partial, Partial]]:
-    """Exact and pooled part of each bucket of blocks, 0 .. count - 1.
-
-    `buckets` (B, H, nq, nk) int: the bucket of each block, any other number for none. With the
-    first t buckets exact and pool weight g, the output is that of all exact parts before t together
-    with all pooled parts from t on, their keys counted g times. Rows are slots where `x` has an
-    order.
+    With the first t buckets exact and pool weight g, the output is that of all exact parts before t
+    together with all pooled parts from t on, their keys counted g times.
     """
     nothing = torch.zeros_like(buckets, dtype=torch.bool)
     parts: list[tuple[Partial, Partial]] = []
-    for bucket in range(count):
+    for bucket in range(len(call.candidates.densities)):
         blocks = buckets == bucket
-        exact = attend(x, blocks, scale=scale)
-        pooled = attend(x, nothing, blocks, scale=scale)
-        parts.append((_partial(exact), _partial(pooled)))
+        exact = attend(x, blocks, scale=call.scale)
+        pooled = attend(x, nothing, blocks, scale=call.scale)
+        parts.append((_rows(exact, call), _rows(pooled, call)))
     return parts
 
 
-def _partial(attended: Attended) -> Partial:
-    return Partial(attended.unnormalised, attended.row_max, attended.row_sum)
-
-
-def _rows(part: Partial, call: MeasuredCall) -> Partial:
+def _rows(attended: Attended, call: MeasuredCall) -> Partial:
     return Partial(
-        _by_block(part.unnormalised, call),
-        _by_block(part.row_max.unsqueeze(-1), call)[..., 0],
-        _by_block(part.row_sum.unsqueeze(-1), call)[..., 0],
+        _by_block(attended.unnormalised, call),
+        _by_block(attended.row_max.unsqueeze(-1), call)[..., 0],
+        _by_block(attended.row_sum.unsqueeze(-1), call)[..., 0],
     )
 
 
