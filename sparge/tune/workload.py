@@ -55,18 +55,10 @@ class Workload:
         """(query blocks,) each: pairs that are always kept, their blocks, blocks that are ranked,
         pairs of one of these; and the number of all pairs. Kept, because the GPU waits for
         densities where heads are chosen."""
-        pairs, forced = self._pairs(), self._forced()
-        forced &= pairs > 0
-        ranked = (pairs > 0) & ~forced
-        blocks = ranked.sum(1)
-        mean = (pairs * ranked).sum(1) / np.maximum(blocks, 1)
-        return (pairs * forced).sum(1), forced.sum(1), blocks, mean, int(pairs.sum())
-
-    def _pairs(self) -> NDArray[np.int64]:
-        """(query blocks, key blocks): query-key pairs of each block."""
-        queries, keys = self.order.query_counts().cpu(), self.order.block_counts.cpu()
-        return torch.outer(queries.long(), keys.long()).numpy()
-
-    def _forced(self) -> NDArray[np.bool_]:
-        """(query blocks, key blocks): whether a block is kept whatever the density."""
-        return (self.order.queries_exact.cpu().unsqueeze(1) | self.order.keys_exact.cpu()).numpy()
+        order = self.order
+        pairs = torch.outer(order.query_counts().cpu().long(), order.block_counts.cpu().long())
+        ranked = ~(order.queries_exact.cpu().unsqueeze(1) | order.keys_exact.cpu())
+        of_blocks, is_ranked = pairs.numpy(), ranked.numpy()
+        blocks, of_ranked = is_ranked.sum(1), (of_blocks * is_ranked).sum(1)
+        always, mean = of_blocks.sum(1) - of_ranked, of_ranked / np.maximum(blocks, 1)
+        return always, (~is_ranked).sum(1), blocks, mean, int(of_blocks.sum())
