@@ -178,7 +178,7 @@ def attend(
 
     On Hopper it counts work items in the workspace: two attends on one must not overlap in time.
     """
-    layout = layout_of(shape, element, True, rules.with_queries, rules.with_pools)
+    layout = layout_of(shape, element, True, False, rules.with_pools)  # it reads none of queries
     partial_out, partial_max, partial_sum = partials or (None, None, None)
     params = AttendParams(
         problem=_problem(shape, key_lengths, order),

@@ -144,7 +144,7 @@ class WorkspaceLayout:
             self._add("pool_columns", (*tiles, KEY_BLOCK, len(PoolColumn._fields_)))
             if element is Element.INT8_INT8:
                 self._add("pool_value_scale", (*tiles, KEY_BLOCK))
-        # Last, so that nothing else moves where attend serves other queries than were routed.
+        # Last, so that attend, which reads neither, need not know whether they are there.
         if with_queries:
             self._add("q_similarity", queries)
             self._add("q_block_mean", (*queries, shape.head_dim))

@@ -271,7 +271,6 @@ class _Group:
         row_max = sums.new_empty(sums.shape[:-1])
         row_sum = torch.empty_like(row_max)
         rules = AttendRules(
-            with_queries=False,
             with_pools=False,
             scale=call.scale,
             pvthreshd=PV_FILTER_OFF,

@@ -159,7 +159,7 @@ class Stages:
     def attend(self, q: Tensor, workspace: Tensor, block_map: Tensor, *rest: Any) -> None:
         shape, _, *flat, lengths, _, facts, out, _, sums, row_max, row_sum, _ = rest
         rules, (slots,) = AttendRules.of_flat(*flat), facts[0]
-        assert not (rules.with_queries or rules.with_pools or rules.pv_filter or rules.causal)
+        assert not (rules.with_pools or rules.pv_filter or rules.causal)
         every_row = q.new_zeros(*q.shape[:2], shape[3], q.shape[-1])
         every_row[:, :, slots >= 0] = q[:, :, slots[slots >= 0]]
         assert shape[0] == q.shape[0] and shape[2] == 1
