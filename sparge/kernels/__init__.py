@@ -6,11 +6,10 @@ Importing this touches neither the driver nor NVRTC.
 
 from __future__ import annotations
 
-from .cubin import LaunchInfo
 from .device import Capability, capabilities
 from .driver import DriverError, Kernel
 from .loader import get_kernel, warm
-from .spec import Element, KernelSpec, all_specs, native_element, native_specs, pv_filter_saves
+from .spec import Element, KernelSpec, all_specs, native_element, pv_filter_saves
 
 __all__ = [
     "Capability",
@@ -18,12 +17,10 @@ __all__ = [
     "Element",
     "Kernel",
     "KernelSpec",
-    "LaunchInfo",
     "all_specs",
     "capabilities",
     "get_kernel",
     "native_element",
-    "native_specs",
     "pv_filter_saves",
     "warm",
 ]

@@ -39,7 +39,7 @@ def build(job: Job, workers: int) -> dict[KernelSpec, Cubin | None]:
     if ninja and fits_ninja(job):
         done = run_ninja(ninja, job, workers)
     else:
-        done = run_in_process(job, workers, print)
+        done = run_in_process(job, workers)
     store, sources = Store(job.out), job.sources()
     # ninja knows times, not checksums: a damaged file is built anew here.
     fetch = store.get if done else store.find

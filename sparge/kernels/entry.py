@@ -14,7 +14,7 @@ from pathlib import Path
 from ..common.whole_file import write_whole
 from .cubin import Cubin, check_image
 from .folder import make_folder, read_file
-from .report import Report, dump
+from .report import Report
 from .spec import KernelSpec
 
 logger = logging.getLogger("sparge")
@@ -61,7 +61,8 @@ def write_entry(path: Path, cubin: Cubin, spec: KernelSpec) -> None:
         "report": report,
     }
     _publish(path, cubin.image)
-    _publish(path.with_suffix(".json"), dump(facts))
+    text = json.dumps(facts, indent=1, sort_keys=True) + "\n"
+    _publish(path.with_suffix(".json"), text.encode())
 
 
 def _note_use(path: Path) -> None:

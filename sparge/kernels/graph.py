@@ -10,7 +10,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -64,7 +64,7 @@ def run_ninja(ninja: Path, job: Job, workers: int) -> bool:
         return subprocess.run(command).returncode == 0
 
 
-def run_in_process(job: Job, workers: int, say: Callable[[str], None]) -> bool:
+def run_in_process(job: Job, workers: int) -> bool:
     """Builds what is missing without ninja, in threads; True when every kernel succeeded."""
     store, sources = Store(job.out), job.sources()
 
@@ -72,9 +72,9 @@ def run_in_process(job: Job, workers: int, say: Callable[[str], None]) -> bool:
         try:
             store.get(spec, sources[spec.entry], job.compiler)
         except KernelBuildError as error:
-            say(str(error))
+            print(error)
             return False
-        say(spec.id)
+        print(spec.id)
         return True
 
     with ThreadPoolExecutor(workers) as pool:

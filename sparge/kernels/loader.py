@@ -18,10 +18,11 @@ from .compile import NvrtcCompiler
 from .cubin import Cubin
 from .device import as_device, capabilities, compiler, cuda_index, pass_over, use
 from .driver import DriverError, Kernel
+from .folder import cache_folder
 from .nvrtc import NvrtcNotFoundError
 from .source import read_sources
 from .spec import KernelSpec, native_specs
-from .store import Store
+from .store import Store, prebuilt_folder
 
 logger = logging.getLogger("sparge")
 
@@ -130,7 +131,7 @@ def _load(spec: KernelSpec, device_index: int) -> Kernel:
 
 @functools.cache
 def _store() -> Store:
-    return Store.of_user()
+    return Store(cache_folder(), prebuilt_folder())
 
 
 def _lock(key: tuple[KernelSpec, int]) -> threading.Lock:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import asdict, dataclass, fields
 
@@ -64,7 +63,3 @@ def parse_report(log: str) -> Report | None:
 def _first(log: str, pattern: str) -> int | None:
     found = re.search(pattern, log)
     return int(found[1]) if found else None
-
-
-def dump(data: dict[str, object]) -> bytes:
-    return (json.dumps(data, indent=1, sort_keys=True) + "\n").encode()

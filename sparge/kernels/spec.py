@@ -187,7 +187,7 @@ def measuring_element(arch: str) -> Element:
     They are quantized: 16-bit keys are not centred, and pooled keys, which they would be compared
     with, are.
     """
-    own = native_element(arch, sixteen_bit=False, dtype=None)
+    own = variants(arch)[0]
     return own if own.quantized else Element.INT8_FP16
 
 
@@ -230,7 +230,7 @@ def attend_path(arch: str, element: Element) -> AttendPath:
 
 def pv_filter_saves(arch: str) -> bool:
     """Whether the PV filter makes 8-bit attention faster; elsewhere it only makes it less exact."""
-    return attend_path(arch, native_element(arch, sixteen_bit=False, dtype=None)).filter_saves
+    return attend_path(arch, variants(arch)[0]).filter_saves
 
 
 def all_specs(arch: str) -> list[KernelSpec]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from .compile import Compiler, options_key
 from .cubin import Cubin
 from .entry import read_entry, write_entry
-from .folder import cache_folder, distrust, make_folder
+from .folder import distrust, make_folder
 from .source import Sources, find_csrc, read_sources
 from .spec import KernelSpec, spec_from_id
 from .stale import remove_stale
@@ -50,10 +50,6 @@ class Store:
         self._memory: dict[str, Cubin] = {}
         self._warned = self._tidied = False
         self._once = threading.Lock()
-
-    @classmethod
-    def of_user(cls) -> Store:
-        return cls(cache_folder(), prebuilt_folder())
 
     def path(self, spec: KernelSpec, sources: Sources, compiler: Compiler) -> Path | None:
         """Path of this cubin in the cache."""

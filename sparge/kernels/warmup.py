@@ -19,7 +19,6 @@ from .spec import (
     Element,
     KernelSpec,
     attend_path,
-    native_element,
     native_specs,
     pv_filter_saves,
     specs_of_element,
@@ -43,18 +42,18 @@ _WORTH_TELLING_SECONDS = 1.0
 
 def eight_bit_specs(arch: str) -> list[KernelSpec]:
     """Kernels of the 8-bit precision for both head_dims, with the PV filter where it saves time."""
-    element = _element(arch)
+    own = variants(arch)[0]
     return [
         spec
         for spec in native_specs(arch)
-        if (spec.element is element or not spec.reads_element)
+        if (spec.element is own or not spec.reads_element)
         and (pv_filter_saves(arch) or not spec.pv_filter)
     ]
 
 
 def eight_bit_path(arch: str) -> str:
     """Name of the attend kernel of the 8-bit precision, and why."""
-    return attend_path(arch, _element(arch)).reason
+    return attend_path(arch, variants(arch)[0]).reason
 
 
 def warm_variants(
@@ -70,10 +69,6 @@ def warm_variants(
         except KernelBuildError as error:
             failed[element] = error
     return failed
-
-
-def _element(arch: str) -> Element:
-    return native_element(arch, sixteen_bit=False, dtype=None)
 
 
 class Warmup:

@@ -237,17 +237,13 @@ class TokenOrder:
         counts = torch.nn.functional.pad(self.block_counts, (0, self.key_blocks % 2))
         return counts.unflatten(0, (-1, 2)).sum(-1, dtype=torch.int32)
 
-    def valid_slots(self, key_lengths: Tensor | None, batch: int) -> Tensor:
-        """(B, slots) bool: the slot holds a token, and one before `key_lengths` (B,) if given."""
-        token = self.slot_token.expand(batch, -1)
-        if key_lengths is None:
-            return token != EMPTY
-        return (token != EMPTY) & (token < key_lengths.to(token.device).unsqueeze(-1))
-
     def key_counts(self, key_lengths: Tensor | None, batch: int) -> Tensor:
         """(B, key_blocks) int32: valid keys of each key block. They are its first ones, because key
         lengths cut nothing but the suffix."""
-        valid = self.valid_slots(key_lengths, batch)
+        if key_lengths is None:
+            return self.block_counts.expand(batch, -1)
+        token = self.slot_token
+        valid = (token != EMPTY) & (token < key_lengths.to(token.device).unsqueeze(-1))
         return valid.unflatten(-1, (-1, KEY_BLOCK)).sum(-1, dtype=torch.int32)
 
 

@@ -9,9 +9,9 @@ from .attend import Attended, attend
 from .exact import exact_attention
 from .pipeline import attention, make_plan
 from .quantize import quantize_qkv
-from .quantized import Quantized, gather, scatter
+from .quantized import Quantized, scatter
 from .route import Route, poolable, route
-from .scores import block_scores, log_mass, log_scores
+from .scores import block_scores, log_scores
 
 __all__ = [
     "Attended",
@@ -21,8 +21,6 @@ __all__ = [
     "attention",
     "block_scores",
     "exact_attention",
-    "gather",
-    "log_mass",
     "log_scores",
     "make_plan",
     "poolable",

@@ -32,10 +32,9 @@ def make_plan(
     scale: float | None = None,
     key_lengths: Tensor | None = None,
     block_mask: Tensor | None = None,
-    element: Element | None = None,
 ) -> BlockPlan:
     """The blocks `policy` keeps for q (B, H, Nq, D) and k (B, Hkv, Nk, D)."""
-    x = _quantize(q, k, k, policy, None, key_lengths, element)
+    x = _quantize(q, k, k, policy, None, key_lengths, None)
     own = x.head_dim**-0.5 if scale is None else scale
     routed = route(x, policy, scale=own, is_causal=is_causal, block_mask=block_mask)
     return BlockPlan.from_kept(routed.kept, q.shape[2], k.shape[2], is_causal, key_lengths)

@@ -11,7 +11,8 @@ import torch
 from ..order.grid import TokenGrid, grid_order
 from ..stages.as_written import as_written
 from .backend import Backend
-from .timing import least_seconds, works
+from .table import Size
+from .timing import least_seconds, random_qkv, works
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,9 @@ def time_shape(
     Raises sparge.Unsupported and KernelBuildError where the kernels cannot run, and
     torch.OutOfMemoryError.
     """
-    generator = torch.Generator(device).manual_seed(0)
-    shape = (3, 1, heads, grid.tokens, head_dim)
     with torch.inference_mode(), torch.cuda.device(device), as_written(device):
-        q, k, v = torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
-        calls = works(grid, (q, k, v), backend, densities)
+        qkv = random_qkv(Size(grid.tokens, heads, head_dim), device)
+        calls = works(grid, qkv, backend, densities)
         exact, eight_bit, *sparse = (least_seconds(work)[0] for _, _, work in calls)
         grid_order(grid).forget_copies()
     return ShapeTimes(exact, eight_bit, dict(zip(densities, sparse, strict=True)))

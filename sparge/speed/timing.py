@@ -17,13 +17,13 @@ from torch import Tensor
 from ..attention import attention
 from ..blocks import KEY_BLOCK
 from ..head_settings import HeadSettings, Router
+from ..kernels.spec import HEAD_DIMS
 from ..order.grid import TokenGrid, grid_order
 from ..policy import EIGHT_BIT_DENSE, SparsePolicy
 from ..stages.as_written import as_written
 from .backend import Backend
 from .table import LEAST_MARGIN, Cost, Size, SpeedTable, Times
 
-HEAD_DIMS = (64, 128)
 HEADS = 12
 GRIDS = (TokenGrid(6, 16, 16), TokenGrid(6, 32, 32), TokenGrid(18, 32, 32))
 #: Densities of sparse calls, in every grid and in the largest alone.
@@ -65,16 +65,22 @@ def _times(head_dim: int, device: torch.device, backend: Backend) -> Times:
     ways: dict[str, list[Cell]] = {"exact": [], "eight_bit": [], "sparse": []}
     for grid in GRIDS:
         size = Size(grid.tokens, HEADS, head_dim)
-        generator = torch.Generator(device).manual_seed(0)
-        shape = (3, 1, HEADS, grid.tokens, head_dim)
-        q, k, v = torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
+        qkv = random_qkv(size, device)
         densities = (DENSITY, OTHER_DENSITY) if grid == GRIDS[-1] else (DENSITY,)
-        for way, share, work in works(grid, (q, k, v), backend, densities):
+        for way, share, work in works(grid, qkv, backend, densities):
             ways[way].append(Cell(size, share, *least_seconds(work)))
         grid_order(grid).forget_copies()
     fitted = {way: fit(cells, of_tokens=way != "exact") for way, cells in ways.items()}
     misfits = [misfit(fitted[way], cells) for way, cells in ways.items()]
     return Times(**fitted, margin=max(LEAST_MARGIN, *misfits))
+
+
+def random_qkv(size: Size, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Random q, k and v of a call of that size, bf16 (1, H, N, D), the same each time."""
+    shape = (1, size.heads, size.tokens, size.head_dim)
+    generator = torch.Generator(device).manual_seed(0)
+    q, k, v = torch.randn((3, *shape), generator=generator, device=device, dtype=torch.bfloat16)
+    return q, k, v
 
 
 def works(

@@ -21,8 +21,8 @@ from ..kernels.spec import HEAD_DIMS, Element, variants
 from ..kernels.warmup import warm_variants
 from ..policy import EIGHT_BIT_DENSE
 from .self_test import MOST, error_beside_emulation
-from .table import Chosen
-from .timing import Work, time_once
+from .table import Chosen, Size
+from .timing import Work, random_qkv, time_once
 
 logger = logging.getLogger("sparge")
 
@@ -90,9 +90,8 @@ def _times(
 ) -> dict[Element, list[float]]:
     """Seconds of dense calls, `in_turns`."""
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    shape = (3, 1, max(1, multiprocessors // MULTIPROCESSORS_A_HEAD), TOKENS, head_dim)
-    generator = torch.Generator(device).manual_seed(0)
-    q, k, v = torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
+    heads = max(1, multiprocessors // MULTIPROCESSORS_A_HEAD)
+    q, k, v = random_qkv(Size(TOKENS, heads, head_dim), device)
 
     def call(element: Element) -> None:
         with trying({head_dim: element}):

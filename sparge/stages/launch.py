@@ -28,7 +28,7 @@ from .quantize_grid import QuantizeGrid
 from .recorded import Launch, note
 from .route_shared import RouteShared
 from .rules import NO_ORDER, AttendRules, OrderFacts, QuantizeRules, RouteRules
-from .workspace import CallShape, layout_of
+from .workspace import CallShape, WorkspaceLayout, layout_of
 
 _DTYPE_IDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _CHUNK = 16  # bytes of a vector load
@@ -90,32 +90,10 @@ def quantize(
         q=view_of(q),
         k=view_of(k),
         v=view_of(v),
-        k_mean=address("k_mean"),
-        v_mean=address("v_mean"),
-        v_scale=address("v_scale"),
-        k_tiles=address("k_tiles"),
-        v_tiles=address("v_tiles"),
-        k_scale=address("k_scale"),
-        v_block_scale=address("v_block_scale"),
-        key_counts=address("key_counts"),
-        q_block_mean=address("q_block_mean"),
-        k_block_mean=address("k_block_mean"),
-        q_similarity=address("q_similarity"),
-        k_similarity=address("k_similarity"),
-        next_item=address("next_item"),
-        reach=address("reach"),
-        finite=address("finite"),
-        k_variance=address("k_variance"),
-        v_block_mean=address("v_block_mean"),
-        v_variance=address("v_variance"),
-        v_square=address("v_square"),
-        pool_k=address("pool_k"),
-        pool_v=address("pool_v"),
-        pool_columns=address("pool_columns"),
-        pool_value_scale=address("pool_value_scale"),
         with_queries=averages,
         with_values=v is not None,
         with_similarity=rules.with_similarity,
+        **layout.addresses(workspace),
     )
     grid = QuantizeGrid.of(
         shape, resident_blocks(q.device), with_values=v is not None, with_queries=averages
@@ -151,27 +129,19 @@ def route(
     counts = torch.empty(shape.map_shape[:3], dtype=torch.int32, device=device)
     with_queries = block_mask is None and queries is None
     layout = layout_of(shape, element, with_values, with_queries, with_pools)
-    q_block_mean, q_similarity = queries or (None, None)
-    address = layout.addresses(workspace).get
     params = RouteParams(
         problem=_problem(shape, key_lengths, order),
-        q_block_mean=_address(q_block_mean) or address("q_block_mean"),
-        k_block_mean=address("k_block_mean"),
-        q_similarity=_address(q_similarity) or address("q_similarity"),
-        k_similarity=address("k_similarity"),
         thresholds=_address(thresholds),
-        key_counts=address("key_counts"),
         keys_exact=_address(order.keys_exact),
         queries_exact=_address(order.queries_exact),
-        k_variance=address("k_variance"),
-        v_block_mean=address("v_block_mean"),
-        v_variance=address("v_variance"),
-        v_square=address("v_square"),
         block_map=block_map.data_ptr(),
         counts=counts.data_ptr(),
         counters=_counters(counters),
         **vars(rules),
+        **fields_of(RouteParams, layout, workspace),
     )
+    if queries is not None:
+        params.q_block_mean, params.q_similarity = map(_address, queries)
     kernel = find_kernel("route", device, shape.head_dim)
     if block_mask is not None:
         params.block_mask = block_mask.data_ptr()
@@ -208,27 +178,12 @@ def attend(
 
     On Hopper it counts work items in the workspace: two attends on one must not overlap in time.
     """
-    layout = layout_of(shape, element, True, rules.with_queries, rules.with_pools)
-    address = layout.addresses(workspace).get
+    layout = layout_of(shape, element, True, False, rules.with_pools)  # it reads none of queries
     partial_out, partial_max, partial_sum = partials or (None, None, None)
     params = AttendParams(
         problem=_problem(shape, key_lengths, order),
         q=view_of(q),
         out=view_of(out),
-        k_tiles=address("k_tiles"),
-        v_tiles=address("v_tiles"),
-        k_scale=address("k_scale"),
-        v_block_scale=address("v_block_scale"),
-        key_counts=address("key_counts"),
-        k_mean=address("k_mean"),
-        v_mean=address("v_mean"),
-        v_scale=address("v_scale"),
-        reach=address("reach"),
-        finite=address("finite"),
-        pool_k=address("pool_k"),
-        pool_v=address("pool_v"),
-        pool_columns=address("pool_columns"),
-        pool_value_scale=address("pool_value_scale"),
         block_map=block_map.data_ptr(),
         thresholds=_address(thresholds),
         lse=_address(lse),
@@ -236,11 +191,11 @@ def attend(
         partial_max=_address(partial_max),
         partial_sum=_address(partial_sum),
         counters=_counters(counters),
-        next_item=address("next_item"),
         tokens=q.shape[2],
         scale=rules.scale,
         pvthreshd=rules.pvthreshd,
         causal=rules.causal,
+        **fields_of(AttendParams, layout, workspace),
     )
     blocks = shape.batch * shape.heads * shape.query_blocks
     entry = attend_path(capabilities(q.device).arch, element).entry
@@ -331,6 +286,12 @@ def raw_stream(device_index: int) -> int:
     """Handle of torch's current stream."""
     # What compiled code of torch asks for too: torch.cuda.current_stream takes ten times as long.
     return torch._C._cuda_getCurrentRawStream(device_index)
+
+
+def fields_of(kind: type[Structure], layout: WorkspaceLayout, workspace: Tensor) -> dict[str, int]:
+    """Addresses of the workspace's fields that a parameter block has, by their name in both."""
+    addresses = layout.addresses(workspace)
+    return {name: address for name, address in addresses.items() if hasattr(kind, name)}
 
 
 def _problem(shape: CallShape, key_lengths: Tensor | None, order: OrderFacts = NO_ORDER) -> Problem:

@@ -16,7 +16,7 @@ from ..kernels import Element
 from . import launch
 from . import score as launch_score
 from .rules import FLAT_SCHEMA, AttendRules, OrderFacts, QuantizeRules, RouteRules
-from .workspace import CallShape, WorkspaceLayout
+from .workspace import CallShape, layout_of
 
 #: Namespace of the ops: "sparge" for the installed library; ComfyUI names a pack after its path,
 #: which may hold anything.
@@ -89,13 +89,8 @@ def _quantize_fake(
     means: Tensor | None = None,
 ) -> Tensor:
     rules = QuantizeRules.of_flat(numbers, flags, scalars)
-    layout = WorkspaceLayout(
-        CallShape.of(q, k, OrderFacts(*order).slots),
-        Element(element),
-        with_values=v is not None,
-        with_queries=rules.with_queries,
-        with_pools=rules.with_pools,
-    )
+    shape, has = CallShape.of(q, k, OrderFacts(*order).slots), v is not None
+    layout = layout_of(shape, Element(element), has, rules.with_queries, rules.with_pools)
     return q.new_empty(layout.nbytes, dtype=torch.uint8)
 
 

@@ -171,7 +171,6 @@ def attend(
 ) -> None:
     pvthreshd = call.policy.pvthreshd
     rules = AttendRules(
-        with_queries=call.routes,
         with_pools=call.pools,
         scale=call.scale,
         pvthreshd=PV_FILTER_OFF if isinstance(pvthreshd, Tensor) else pvthreshd,

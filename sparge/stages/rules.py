@@ -96,7 +96,6 @@ class RouteRules(Rules):
 
 @dataclass(frozen=True)
 class AttendRules(Rules):
-    with_queries: bool
     with_pools: bool
     scale: float
     pvthreshd: float

@@ -9,7 +9,7 @@ from ..blocks import block_count
 from ..errors import Unsupported
 from ..kernels import Element
 from ..kernels.params import ScoreParams, ScoreSizes
-from .launch import find_kernel, queue, shared_room, view_of
+from .launch import fields_of, find_kernel, queue, shared_room, view_of
 from .workspace import CallShape, layout_of
 
 MOST_DENSITIES = 32  # a lane of a warp each; kMostDensities of csrc/score/place.cuh
@@ -41,7 +41,7 @@ def score(
         )
     blocks = kept.shape[3]
     field_stride, batch_stride, head_stride, _ = found.stride()
-    address = layout_of(shape, element, True, False, True).addresses(workspace).get
+    layout = layout_of(shape, element, True, False, True)
     rows_a_block = rows // blocks
     device = exact_out.device
     kernel = find_kernel("score", device, shape.head_dim)
@@ -52,10 +52,6 @@ def score(
         exact_max=exact_max.data_ptr(),
         exact_sum=exact_sum.data_ptr(),
         q=view_of(q),
-        k_block_mean=address("k_block_mean"),
-        v_block_mean=address("v_block_mean"),
-        v_mean=address("v_mean"),
-        key_counts=address("key_counts"),
         kept=kept.data_ptr(),
         found=found.data_ptr(),
         field_stride=field_stride,
@@ -71,6 +67,7 @@ def score(
         key_blocks=shape.key_blocks,
         room=_places(shape.key_blocks, densities - 1, kernel.sizes),
         rows_per_cta=rows_per_cta,
+        **fields_of(ScoreParams, layout, workspace),
     )
     groups = block_count(rows_a_block, rows_per_cta)
     grid = (batch * heads * blocks * groups, 1, 1)

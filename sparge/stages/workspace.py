@@ -100,7 +100,6 @@ class WorkspaceLayout:
         self,
         shape: CallShape,
         element: Element,
-        *,
         with_values: bool,
         with_queries: bool,
         with_pools: bool = False,
@@ -145,7 +144,7 @@ class WorkspaceLayout:
             self._add("pool_columns", (*tiles, KEY_BLOCK, len(PoolColumn._fields_)))
             if element is Element.INT8_INT8:
                 self._add("pool_value_scale", (*tiles, KEY_BLOCK))
-        # Last, so that nothing else moves where attend serves other queries than were routed.
+        # Last, so that attend, which reads neither, need not know whether they are there.
         if with_queries:
             self._add("q_similarity", queries)
             self._add("q_block_mean", (*queries, shape.head_dim))
@@ -184,19 +183,11 @@ def layout_of(
     (docs/experiments.md, Layouts kept in a cache)."""
     facts = shape, element, with_values, with_queries, with_pools
     if torch.compiler.is_compiling():  # which warns of caches
-        return _new_layout(*facts)
+        return WorkspaceLayout(*facts)
     try:
         return _kept_layout(*facts)
     except TypeError:  # sizes that are symbols have no hash
-        return _new_layout(*facts)
+        return WorkspaceLayout(*facts)
 
 
-def _new_layout(
-    shape: CallShape, element: Element, values: bool, queries: bool, pools: bool
-) -> WorkspaceLayout:
-    return WorkspaceLayout(
-        shape, element, with_values=values, with_queries=queries, with_pools=pools
-    )
-
-
-_kept_layout = functools.lru_cache(maxsize=256)(_new_layout)
+_kept_layout = functools.lru_cache(maxsize=256)(WorkspaceLayout)

@@ -57,7 +57,7 @@ class Hulls:
         Of equal falls the farthest is taken. An error may be infinite; the least one of a head
         never is.
         """
-        truest = truest_of_each_cost(errors, costs)
+        truest = _truest_of_each_cost(errors, costs)
         error, cost = np.take_along_axis(errors, truest, 1), np.unique(costs)
         dearest_first = error[:, ::-1].copy()  # argmax takes the first of equal ones
         heads, last = np.arange(len(error)), error.shape[1] - 1
@@ -152,7 +152,7 @@ class HullSteps:
         return chosen, int(self.head[taken - 1]) if taken else None
 
 
-def truest_of_each_cost(errors: Array, costs: Array) -> Indices:
+def _truest_of_each_cost(errors: Array, costs: Array) -> Indices:
     """(heads, distinct costs) candidates of least error for each cost, ascending; the first of
     equal ones."""
     by_cost = np.argsort(costs, kind="stable")

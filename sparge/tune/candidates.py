@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -27,8 +28,6 @@ class CandidateSet:
     pool_weights: tuple[float, ...] = (0.0, 0.25, 0.5, 0.85, 1.0, 1.2)
     """Ascending from 0, plain dropping, which wins a tie."""
     router: Router = Router.ERROR
-    floor: int = 1
-    """Ranked key blocks that are kept whatever the density; as in `HeadSettings`."""
     output_scales: tuple[float, float] = (0.5, 2.0)
     """Least and greatest output scale that a head may get; both 1: no head gets one."""
 
@@ -39,23 +38,10 @@ class CandidateSet:
             raise ValueError("densities hold nothing but 1, which drops nothing; give another.")
         if not _ascends(self.pool_weights) or self.pool_weights[0] != 0:
             raise ValueError(f"pool_weights are {self.pool_weights}; they ascend from 0.")
-        if not 1e-3 <= self.output_scales[0] <= self.output_scales[1] <= 1e3:
-            raise ValueError(
-                f"output_scales are {self.output_scales}; give the least and the most, from 0.001 "
-                "to 1000."
-            )
-        if self.floor < 1:
-            raise ValueError(f"floor is {self.floor}; a query block keeps at least 1 key block.")
 
     @property
     def shape(self) -> tuple[int, int]:
         return len(self.densities), len(self.pool_weights)
-
-    def kept_ranks(self, key_blocks: int) -> list[int]:
-        """Ranked blocks that each density asks for, of `key_blocks`, in float32 as attention
-        counts. Attention keeps as many more as make `whole_steps`."""
-        shares = torch.tensor(self.densities, dtype=torch.float32, device="cpu")
-        return (shares * key_blocks).long().clamp(min=self.floor).tolist()
 
     def buckets(self, rank: Tensor, valid: Tensor) -> Tensor:
         """(..., nk) int64: for each block the first density that keeps it; -1 for invalid blocks.
@@ -65,9 +51,16 @@ class CandidateSet:
         """
         bucket = torch.zeros_like(rank)
         forced = (valid & (rank < 0)).sum(-1, keepdim=True)
-        for asked in self.kept_ranks(rank.shape[-1])[:-1]:
+        for asked in kept_ranks(self.densities, rank.shape[-1])[:-1]:
             bucket += rank >= whole_steps(torch.full_like(forced, asked), forced)
         return bucket.masked_fill(~valid, -1)
+
+
+def kept_ranks(densities: Sequence[float], key_blocks: int) -> list[int]:
+    """Ranked blocks that each density asks for, of `key_blocks`, at least one, in float32 as
+    attention counts. Attention keeps as many more as make `whole_steps`."""
+    shares = torch.tensor(densities, dtype=torch.float32, device="cpu")
+    return (shares * key_blocks).long().clamp(min=1).tolist()
 
 
 def _ascends(values: tuple[float, ...]) -> bool:

@@ -132,8 +132,7 @@ class ErrorTable:
             table(np.hypot(by_dropping, ROUNDING), 0.0, torch.float32),
             table(self.head_weight, 0.0, torch.float32),
             self.measured,
-            axes.candidates.floor,
-            axes.candidates.router,
+            router=axes.candidates.router,
         )
 
 

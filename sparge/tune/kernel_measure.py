@@ -33,38 +33,13 @@ from .scoring import Distances
 _LEAST_BYTES, _OF_A_CALL = 83_000_000, 1.25
 
 
-@dataclass(frozen=True, eq=False)
-class Buckets:
-    """Maps of every block and of none, (B, 1, S, words) int32: the bounds of what densities add one
-    after the other."""
-
-    every: Tensor
-    """The last density keeps every block."""
-    none: Tensor
-
-    @classmethod
-    def of(cls, every_block: Tensor, query_blocks: int) -> Buckets:
-        """Makes them of `every_block` (B, words) int32, the key blocks that hold a key."""
-        every = every_block.unsqueeze(1).expand(-1, query_blocks, -1)[:, None]
-        return cls(every, torch.zeros_like(every))
-
-    def between(self, kept: Tensor) -> Tensor:
-        """(B, H, densities, S, words) int32: what each density adds to the one before, from the
-        maps `kept` (B, H, densities - 1, S, words)."""
-        heads = kept.shape[1]
-        none, every = (x.expand(-1, heads, -1, -1).unsqueeze(2) for x in (self.none, self.every))
-        return torch.cat([kept, every], 2) ^ torch.cat([none, kept], 2)
-
-
 def kernel_measure(call: MeasuredCall) -> Measured:
-    """Computes a `Measure` on the library's own kernels; causal measurements take the reference.
+    """Computes a `Measure` on the library's own kernels.
 
     Exact parts are attended to in the arithmetic that the sparse calls will use. Pooled parts have
     float32 mean keys and bf16 mean values: rounding their few keys is no part of what candidates
     differ in.
     """
-    if call.workload.is_causal:
-        return reference_measure(call)
     facts, groups = _Facts.of(call), list(_head_groups(call))
     found = _room_for_distances(call)
     for place, order_kind in enumerate(call.order_kinds):
@@ -89,7 +64,6 @@ class _Facts:
     """Facts shared by all token orders and groups of heads."""
 
     blocks: MeasuredBlocks
-    buckets: Buckets
     means: Tensor
     """(3, B, Hkv, channels) float32: the result of `ops.means`."""
     similar: Tensor
@@ -99,14 +73,12 @@ class _Facts:
     @classmethod
     def of(cls, call: MeasuredCall) -> _Facts:
         blocks = MeasuredBlocks.of(call, call.workload.order.on(call.q.device))
-        query_blocks = len(call.query_blocks)
-        buckets = Buckets.of(blocks.every_block, query_blocks)
         element = int(_element(call))
-        means = ops.means(call.k, call.v, call.key_lengths, True, element, ordered=True)
+        means = ops.means(call.k, call.v, None, True, element, ordered=True)
         batch, heads, *_ = call.q.shape
-        routed = batch * heads * _candidates(call) * query_blocks
+        routed = batch * heads * _candidates(call) * len(call.query_blocks)
         similar = torch.zeros(routed, dtype=torch.float32, device=call.q.device)
-        return cls(blocks, buckets, means, similar)
+        return cls(blocks, means, similar)
 
 
 def _room_for_distances(call: MeasuredCall) -> Tensor:
@@ -210,7 +182,7 @@ class _Group:
         layout = _layout(self.call)
         workspace = self._quantized(layout)
         kept = self._kept(workspace, layout)
-        exact = self._exact(workspace, layout, self.facts.buckets.between(kept))
+        exact = self._exact(workspace, layout, self._buckets(kept))
         ops.score(
             exact.unnormalised,
             exact.row_max,
@@ -233,7 +205,7 @@ class _Group:
             call.q,
             call.k,
             call.v,
-            call.key_lengths,
+            None,
             int(layout.element),
             *rules.flat(),
             OrderFacts(order.slot_tokens, order.block_counts).flat(),
@@ -250,11 +222,11 @@ class _Group:
             simthreshd1=0.0,
             score_scale=call.scale,
             causal=False,
-            attention_sink=call.workload.sink,
+            attention_sink=False,
             keep_diagonal=False,
             exact_prefix=0,
             exact_suffix=0,
-            floor=call.candidates.floor,
+            floor=1,
             upstream=False,
         )
         # The measured blocks are no slots of the order.
@@ -266,7 +238,7 @@ class _Group:
             True,
             True,
             *rules.flat(),
-            call.key_lengths,
+            None,
             None,
             self.facts.blocks.thresholds[self.heads].flatten(0, 1),
             order.flat(),
@@ -275,6 +247,14 @@ class _Group:
             self.facts.similar,
         )
         return kept.unflatten(1, (-1, _candidates(call)))
+
+    def _buckets(self, kept: Tensor) -> Tensor:
+        """(B, H, densities, S, words) int32: what each density keeps beside the one before, from
+        the maps `kept` of all but the last, which keeps every block."""
+        every = self.facts.blocks.every_block.expand_as(kept[:, :, :1])
+        buckets = torch.cat([kept, every], 2)
+        buckets[:, :, 1:].bitwise_xor_(kept)
+        return buckets
 
     def _exact(self, workspace: Tensor, layout: WorkspaceLayout, buckets: Tensor) -> Partial:
         """Attends from each measured block to each bucket of its key blocks, as heads of their own.
@@ -290,9 +270,7 @@ class _Group:
         sums = torch.empty(*buckets.shape[:-2], *q.shape[-2:], dtype=torch.float32, device=q.device)
         row_max = sums.new_empty(sums.shape[:-1])
         row_sum = torch.empty_like(row_max)
-        lengths = call.key_lengths
         rules = AttendRules(
-            with_queries=False,
             with_pools=False,
             scale=call.scale,
             pvthreshd=PV_FILTER_OFF,
@@ -308,7 +286,7 @@ class _Group:
             ).sizes(),
             int(layout.element),
             *rules.flat(),
-            None if lengths is None else lengths.repeat_interleave(kv_heads),
+            None,
             None,
             OrderFacts(slots).flat(),
             out,

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from . import curves
 from .allocate import Array, Hulls, Indices
-from .candidates import CandidateSet
+from .candidates import CandidateSet, kept_ranks
 from .workload import POOLED_COST, Workload
 
 #: Ratio of a density that a head may get to the one before: steps of 0.002 at 3 %, 0.015 at 20 %.
@@ -43,7 +43,8 @@ class CandidateAxes:
         """order_kinds: token orders that each measured layer measured."""
         densities = _densities(candidates)
         measured, kept = (
-            _kept(workload, candidates, each) for each in (candidates.densities, densities)
+            workload.density(kept_ranks(each, workload.key_blocks))
+            for each in (candidates.densities, densities)
         )
         in_some = sorted(set().union(*order_kinds))
         return cls(in_some, candidates, densities, measured, kept)
@@ -120,12 +121,6 @@ class LayerErrors:
             norms[measured],
             Hulls.of(of_heads, axes.costs()),
         )
-
-
-def _kept(workload: Workload, candidates: CandidateSet, densities: Sequence[float]) -> Array:
-    """Share of pairs that each density really keeps, forced blocks included."""
-    shares = CandidateSet(tuple(densities), floor=candidates.floor)
-    return workload.density(shares.kept_ranks(workload.key_blocks))
 
 
 def _densities(candidates: CandidateSet) -> list[float]:

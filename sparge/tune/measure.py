@@ -16,7 +16,8 @@ from torch.nn.functional import pad
 from ..blocks import QUERY_BLOCK
 from ..common.partial import Partial
 from ..head_settings import HeadSettings
-from ..reference import Attended, Quantized, attend, poolable, quantize_qkv, route
+from ..policy import SparsePolicy
+from ..reference import Attended, Quantized, attend, quantize_qkv, route
 from ..reference.quantized import by_query_head
 from .candidates import CandidateSet
 from .scoring import Distances, bucket_distances
@@ -46,10 +47,9 @@ class MeasuredCall:
     workload: Workload
     candidates: CandidateSet
     scale: float
-    key_lengths: Tensor | None
-    order_kinds: range = range(1)
+    order_kinds: range
     """Token orders of the workload to measure; the first is one of them."""
-    row_step: int = 1
+    row_step: int
     """One in so many rows of a query block is compared, as in `spread_rows`."""
 
     def of_heads(self, heads: slice) -> MeasuredCall:
@@ -85,8 +85,7 @@ def reference_measure(call: MeasuredCall) -> Measured:
 
 def _in_its_order(call: MeasuredCall) -> tuple[Distances, Tensor]:
     """Distances of rows (B, H, S, rows), and which rows are queries."""
-    order = None if call.workload.is_causal else call.workload.order
-    x = quantize_qkv(call.q, call.k, call.v, order, key_lengths=call.key_lengths)
+    x = quantize_qkv(call.q, call.k, call.v, call.workload.order)
     occupied = _by_block(x.occupied.unsqueeze(-1), call)[..., 0]
     parts = _bucket_partials(call, x, _measured_buckets(call, x))
     return bucket_distances(parts, _mean_value(x)), occupied
@@ -94,15 +93,9 @@ def _in_its_order(call: MeasuredCall) -> tuple[Distances, Tensor]:
 
 def _measured_buckets(call: MeasuredCall, x: Quantized) -> Tensor:
     """Buckets (B, H, nq, nk), -1 in query blocks that are not measured."""
-    workload, candidates = call.workload, call.candidates
-    routed = route(
-        x,
-        workload.policy(),
-        HeadSettings.uniform(call.q.shape[1], 1.0, router=candidates.router),
-        scale=call.scale,
-        is_causal=workload.is_causal,
-    )
-    every = candidates.buckets(routed.rank, routed.valid)
+    by_router = HeadSettings.uniform(call.q.shape[1], 1.0, router=call.candidates.router)
+    routed = route(x, SparsePolicy(), by_router, scale=call.scale)
+    every = call.candidates.buckets(routed.rank, routed.valid)
     measured = torch.full_like(every, -1)
     for block in call.query_blocks:
         measured[:, :, block] = every[:, :, block]
@@ -117,46 +110,26 @@ def _mean_value(x: Quantized) -> Tensor:
 def _bucket_partials(
     call: MeasuredCall, x: Quantized, buckets: Tensor
 ) -> list[tuple[Partial, Partial]]:
-    """Exact and pooled part (B, H, S, 128, D) of each bucket."""
-    parts = bucket_partials(
-        x,
-        buckets,
-        len(call.candidates.densities),
-        scale=call.scale,
-        is_causal=call.workload.is_causal,
-    )
-    return [(_rows(exact, call), _rows(pooled, call)) for exact, pooled in parts]
+    """Exact and pooled part (B, H, S, rows a block, D) of each bucket of blocks.
 
-
-def bucket_partials(
-    x: Quantized, buckets: Tensor, count: int, *, scale: float, is_causal: bool = False
-) -> list[tuple[Partial, Partial]]:
-    """Exact and pooled part of each bucket of blocks, 0 .. count - 1.
-
-    `buckets` (B, H, nq, nk) int: the bucket of each block, any other number for none. With the
-    first t buckets exact and pool weight g, the output is that of all exact parts before t together
-    with all pooled parts from t on, their keys counted g times. Rows are slots where `x` has an
-    order.
+    With the first t buckets exact and pool weight g, the output is that of all exact parts before t
+    together with all pooled parts from t on, their keys counted g times.
     """
     nothing = torch.zeros_like(buckets, dtype=torch.bool)
     parts: list[tuple[Partial, Partial]] = []
-    for bucket in range(count):
+    for bucket in range(len(call.candidates.densities)):
         blocks = buckets == bucket
-        exact = attend(x, blocks, scale=scale, is_causal=is_causal)
-        pooled = attend(x, nothing, poolable(blocks, is_causal), scale=scale)
-        parts.append((_partial(exact), _partial(pooled)))
+        exact = attend(x, blocks, scale=call.scale)
+        pooled = attend(x, nothing, blocks, scale=call.scale)
+        parts.append((_rows(exact, call), _rows(pooled, call)))
     return parts
 
 
-def _partial(attended: Attended) -> Partial:
-    return Partial(attended.unnormalised, attended.row_max, attended.row_sum)
-
-
-def _rows(part: Partial, call: MeasuredCall) -> Partial:
+def _rows(attended: Attended, call: MeasuredCall) -> Partial:
     return Partial(
-        _by_block(part.unnormalised, call),
-        _by_block(part.row_max.unsqueeze(-1), call)[..., 0],
-        _by_block(part.row_sum.unsqueeze(-1), call)[..., 0],
+        _by_block(attended.unnormalised, call),
+        _by_block(attended.row_max.unsqueeze(-1), call)[..., 0],
+        _by_block(attended.row_sum.unsqueeze(-1), call)[..., 0],
     )
 
 

@@ -35,32 +35,30 @@ class MeasuredBlocks:
     queries: Tensor
     """(S, 1) int64: number of queries in each block."""
     every_block: Tensor
-    """(B, words) int32: the key blocks that hold a key, packed."""
+    """(words,) int32: all key blocks, packed."""
     thresholds: Tensor
     """(H, densities - 1, fields) float32: `HeadThresholds` that route as each candidate."""
     rows: Tensor
     """(rows a block,) int64: rows of a block that are compared."""
-    compared: Tensor | None
-    """(1, S x 128) int32: number of each slot among the compared rows, `EMPTY` between them; None
-    where all are compared."""
+    compared: Tensor
+    """(1, S x 128) int32: number of each slot among the compared rows, `EMPTY` between them."""
 
     @classmethod
     def of(cls, call: MeasuredCall, order: TokenOrder) -> MeasuredBlocks:
         """Makes them on the device of the measurement; never waits for it."""
-        batch, heads, *_ = call.q.shape
         tokens = _tokens(order, call.query_blocks)
         occupied = tokens[0] != EMPTY
-        thresholds = _thresholds(call.candidates).repeat(heads, 1, 1)
+        thresholds = _thresholds(call.candidates).repeat(call.q.shape[1], 1, 1)
         rows = rows_on(tokens.device, call.row_step)
         return cls(
             tokens.flatten(1).clamp_(min=0).long().unsqueeze(-1),
             occupied,
             ~occupied.view(-1, 1),
             occupied.sum(1, keepdim=True),
-            pack(order.key_counts(call.key_lengths, batch) > 0),
+            pack(torch.ones_like(order.block_counts, dtype=torch.bool)),
             thresholds.to(call.q.device, non_blocking=True),
             rows,
-            _compared(tokens, rows) if call.row_step > 1 else None,
+            _compared(tokens, rows),
         )
 
     def compared_of(self, values: Tensor, dim: int) -> Tensor:
@@ -123,7 +121,6 @@ def _thresholds(candidates: CandidateSet) -> Tensor:
         selection=1.0,
         simthreshd1=-torch.inf,
         pvthreshd=PV_FILTER_OFF,
-        log2_pool_weight=-torch.inf,
         router=float(candidates.router),
     )
     table[:, SELECTION] = torch.tensor(densities, dtype=table.dtype, device="cpu")

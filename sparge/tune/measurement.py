@@ -12,7 +12,7 @@ One measurement is for one conditioning and one token count.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -91,8 +91,6 @@ class Measurement:
             ValueError: no query block of the workload may drop anything.
         """
         candidates = candidates or CandidateSet()
-        if workload.is_causal:  # the mean value of all keys holds later ones too
-            candidates = replace(candidates, output_scales=(1.0, 1.0))
         query_blocks = workload.sparse_query_blocks()
         if not query_blocks:
             raise ValueError("Every query block holds exact tokens: leave this attention dense.")
@@ -185,7 +183,6 @@ class Measurement:
         v: Tensor,
         *,
         scale: float | None = None,
-        key_lengths: Tensor | None = None,
         calls: int = 1,
     ) -> None:
         """Measures all candidates on a few query blocks of q (B, H, N, D) over k, v (B, Hkv, N, D).
@@ -209,7 +206,6 @@ class Measurement:
             self.workload,
             self.candidates,
             softmax_scale,
-            key_lengths,
             self.order_kinds[layer],
             self.row_step,
         )

@@ -48,8 +48,6 @@ class Probe:
     ) -> Probe:
         """Returns an empty probe. Allocates all that it keeps, so call it where sampling or a
         forward pass starts."""
-        if workload.is_causal:
-            raise ValueError("Causal attention is not probed: compare it with dense attention.")
         slots = workload.order.slot_token.cpu().long()
         by_block = torch.nn.functional.pad(slots, (0, -slots.numel() % QUERY_BLOCK), value=EMPTY)
         by_block = by_block.view(-1, QUERY_BLOCK)[:, spread_rows(ROW_STEP)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from ..order.variants import OrderKind
 from .aim import Aim
-from .head_table import HeadTable
 from .head_weights import mean_error
 from .measured_shape import MeasuredShape
 from .records import Densities, RunTime
@@ -33,18 +32,6 @@ class Report:
     reasons: Mapping[str, int]
     """Number of dense calls by the reason why they were not sparse, the most frequent first."""
     time: RunTime
-
-    @classmethod
-    def of(
-        cls,
-        aim: Aim | None,
-        densities: Densities,
-        tables: Sequence[HeadTable],
-        reasons: Counter[str],
-        time: RunTime,
-    ) -> Report:
-        shapes = tuple(MeasuredShape.of(table) for table in tables)
-        return cls(aim, densities, shapes, dict(reasons.most_common()), time)
 
     @cached_property
     def layers(self) -> Tensor:

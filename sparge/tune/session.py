@@ -35,6 +35,7 @@ from .facts import Conditioning, Layout, PassFacts, Place
 from .fingerprint import Fingerprint
 from .head_measuring import Untracked
 from .head_table import HeadTable
+from .measured_shape import MeasuredShape
 from .model import Model
 from .profile import Profile
 from .records import Densities, PassRecord, RunTime
@@ -190,7 +191,8 @@ class Session:
         reasons = sum((begun.reasons for begun in self._passes), start=Counter[str]())
         passes = [(begun.record.step, begun.record.spans) for begun in self._passes]
         time = RunTime.of(passes)
-        return Report.of(self.aim, densities, self.chosen, reasons, time)
+        shapes = tuple(MeasuredShape.of(table) for table in self.chosen)
+        return Report(self.aim, densities, shapes, dict(reasons.most_common()), time)
 
     def block_maps(self) -> dict[int, LayerMaps]:
         """Block maps by layer, of those layers that were asked for and had a sparse call: the last

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..order.grid import TokenGrid, TokenOrder, grid_order
+from ..order.grid import TokenGrid, TokenOrder, grid_order, raster_order
 from ..order.places import order_as_dealt
 from ..order.variants import VARIANTS
 from .profile_header import Table
@@ -32,7 +32,7 @@ class Shape:
     def workload(self) -> Workload:
         """Workload in the first variant, which stands for all of them."""
         if self.grid is None:
-            return Workload.of_tokens(self.tokens)
+            return Workload(raster_order(self.tokens))
         return Workload(order_as_dealt(grid_order(self.grid), self.grid, self.ranks))
 
     def orders(self) -> list[TokenOrder]:

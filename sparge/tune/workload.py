@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cost of a density in a call: forced blocks, dense rows, the floor and the pooled keys count."""
+"""Cost of a density in a call: forced blocks, dense rows and the pooled keys count."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..blocks import KEY_BLOCK, block_pairs, touches_diagonal, whole_steps
-from ..order.grid import TokenOrder, raster_order
-from ..policy import SparsePolicy
+from ..blocks import KEY_BLOCK, whole_steps
+from ..order.grid import TokenOrder
 
 #: Share of dense attention that pooled keys cost a head: one pseudo-key for 64 keys.
 POOLED_COST = 1 / KEY_BLOCK
@@ -24,14 +23,6 @@ class Workload:
     """Blocks of one call in which tokens attend to each other."""
 
     order: TokenOrder
-    is_causal: bool = False
-    sink: bool = False
-    """Whether the first key block is never dropped, as with `SparsePolicy.attention_sink`."""
-
-    @classmethod
-    def of_tokens(cls, tokens: int, is_causal: bool = False, sink: bool = False) -> Workload:
-        """Workload of tokens in the order they come."""
-        return cls(raster_order(tokens), is_causal, sink)
 
     def of_kind(self, index: int, device: torch.device) -> Workload:
         """Workload with one token order alone, on `device`; copied there once for all orders."""
@@ -40,10 +31,6 @@ class Workload:
     @property
     def key_blocks(self) -> int:
         return self.order.key_blocks
-
-    def policy(self) -> SparsePolicy:
-        """Policy of the call, with the blocks that are always kept."""
-        return SparsePolicy(attention_sink=self.sink)
 
     def sparse_query_blocks(self) -> list[int]:
         """Query blocks whose queries may drop something, so those worth a measurement."""
@@ -68,24 +55,10 @@ class Workload:
         """(query blocks,) each: pairs that are always kept, their blocks, blocks that are ranked,
         pairs of one of these; and the number of all pairs. Kept, because the GPU waits for
         densities where heads are chosen."""
-        pairs, forced = self._pairs(), self._forced()
-        forced &= pairs > 0
-        ranked = (pairs > 0) & ~forced
-        blocks = ranked.sum(1)
-        mean = (pairs * ranked).sum(1) / np.maximum(blocks, 1)
-        return (pairs * forced).sum(1), forced.sum(1), blocks, mean, int(pairs.sum())
-
-    def _pairs(self) -> NDArray[np.int64]:
-        """(query blocks, key blocks): query-key pairs of each block."""
-        counts = self.order.block_counts.cpu()
-        if self.is_causal:
-            return block_pairs(self.order.tokens, counts.unsqueeze(0), True)[0].numpy()
-        return torch.outer(self.order.query_counts().cpu().long(), counts.long()).numpy()
-
-    def _forced(self) -> NDArray[np.bool_]:
-        """(query blocks, key blocks): whether a block is kept whatever the density."""
-        forced = self.order.queries_exact.cpu().unsqueeze(1) | self.order.keys_exact.cpu()
-        forced[:, 0] |= self.sink
-        if self.is_causal:
-            forced |= touches_diagonal(forced)
-        return forced.numpy()
+        order = self.order
+        pairs = torch.outer(order.query_counts().cpu().long(), order.block_counts.cpu().long())
+        ranked = ~(order.queries_exact.cpu().unsqueeze(1) | order.keys_exact.cpu())
+        of_blocks, is_ranked = pairs.numpy(), ranked.numpy()
+        blocks, of_ranked = is_ranked.sum(1), (of_blocks * is_ranked).sum(1)
+        always, mean = of_blocks.sum(1) - of_ranked, of_ranked / np.maximum(blocks, 1)
+        return always, (~is_ranked).sum(1), blocks, mean, int(of_blocks.sum())

@@ -315,7 +315,7 @@ def test_ops_pass_opcheck(native: bool, make_qkv) -> None:
     route = (workspace, shape, element, True, False, *top_two, None, None, None, order)
     check(ops.route, *route, torch.zeros(len(Counter), dtype=torch.int64, device="cuda"))
     block_map, _ = ops.route(*route, None)
-    rules = AttendRules(True, False, 0.09, 50.0, pv_filter=False, causal=False).flat()
+    rules = AttendRules(False, 0.09, 50.0, pv_filter=False, causal=False).flat()
     attend = (q, workspace, block_map, shape, element, *rules, None, None, order)
     check(ops.attend, *attend, torch.empty_like(q), *[None] * 5)
 

@@ -150,7 +150,7 @@ def test_attend_leaves_the_workspace_as_it_was(kernels: Kernels, generator, forc
     block_map, _ = route(call, workspace, None)
     before = workspace.cpu()  # on the host: a kernel that compares would read the gaps too
     outs = [torch.empty_like(q) for _ in range(2)]
-    rules = AttendRules(True, False, call.scale, 50.0, pv_filter=False, causal=False)
+    rules = AttendRules(False, call.scale, 50.0, pv_filter=False, causal=False)
     given = (*rules.flat(), None, None, NO_ORDER.flat())
     for out in outs:
         ops.attend(q, workspace, block_map, sizes, element, *given, out, *[None] * 5)

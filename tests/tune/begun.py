@@ -15,10 +15,7 @@ from sparge.reference import attention
 from sparge.tune import CandidateSet, Measurement, Workload
 
 GRID = TokenGrid(4, 8, 15, prefix=20)  # 32 slots of the last query block are empty
-CANDIDATES = CandidateSet(
-    densities=(0.2, 0.5, 1.0),
-    pool_weights=(0.0, 0.7),
-)
+CANDIDATES = CandidateSet(densities=(0.2, 0.5, 1.0), pool_weights=(0.0, 0.7))
 EVERY_BLOCK = 1000
 
 
@@ -37,10 +34,7 @@ def begin(layers: int = 1, **changes: Any) -> Measurement:
 def attend(
     qkv: tuple[Tensor, Tensor, Tensor], head_settings: HeadSettings, workload: Workload
 ) -> tuple[Tensor, Tensor]:
-    order = None if workload.is_causal else workload.order
-    attended, routed = attention(
-        *qkv, SparsePolicy(), head_settings, order=order, is_causal=workload.is_causal
-    )
+    attended, routed = attention(*qkv, SparsePolicy(), head_settings, order=workload.order)
     return attended.out[0], routed.kept[0]
 
 

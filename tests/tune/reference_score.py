@@ -11,7 +11,7 @@ from sparge.common.partial import Partial
 from sparge.kernels import Element
 from sparge.reference.arithmetic import LOG2_E
 from sparge.stages.workspace import CallShape, WorkspaceLayout, layout_of
-from sparge.tune.scoring import distances, products
+from sparge.tune.scoring import distances
 
 
 def score_by_reference(
@@ -27,19 +27,23 @@ def score_by_reference(
     found: Tensor,
 ) -> None:
     """Shapes as in `ScoreParams` of csrc/params.cuh; in float64 where `exact_out` is."""
-    exact = Partial(*(x.movedim(2, 0) for x in (exact_out, exact_max, exact_sum)))
+    exact = [
+        Partial(exact_out[:, :, bucket], exact_max[:, :, bucket], exact_sum[:, :, bucket])
+        for bucket in range(exact_out.shape[2])
+    ]
     layout = layout_of(CallShape(*shape), Element(element), True, False, True)
     dropped = ~unpack(kept, layout.shape.key_blocks)
     pooled = _pooled(q.to(exact_out.dtype), workspace, layout, dropped, scale)
     values = layout.view(workspace, "v_mean")[..., : q.shape[-1]]
     mean = values.repeat_interleave(q.shape[1] // values.shape[1], 1).unsqueeze(2)
-    found.copy_(distances(products(exact, pooled, mean)).packed())
+    found.copy_(distances(exact, pooled, mean).packed())
 
 
 def _pooled(
     q: Tensor, workspace: Tensor, layout: WorkspaceLayout, dropped: Tensor, scale: float
-) -> Partial:
-    """(densities - 1, B, H, S x rows, ...) of dropped (B, H, densities - 1, S, nk)."""
+) -> list[Partial]:
+    """(B, H, S x rows, ...) of each density but the last, by what each has dropped (B, H,
+    densities - 1, S, nk)."""
     heads, channels = q.shape[1], q.shape[-1]
 
     def of_heads(name: str) -> Tensor:
@@ -54,4 +58,5 @@ def _pooled(
     logits = logits.masked_fill(~rows, -torch.inf)
     row_max = logits.amax(-1).clamp(min=-1e30)
     weights = (logits - row_max.unsqueeze(-1)).exp2()
-    return Partial(weights @ values, row_max, weights.sum(-1))
+    sums = zip(weights @ values, row_max, weights.sum(-1), strict=True)
+    return [Partial(*of_density) for of_density in sums]

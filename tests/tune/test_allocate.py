@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sparge.tune import allocate
-from sparge.tune.allocate import Hulls, HullSteps, truest_of_each_cost
+from sparge.tune.allocate import Hulls, HullSteps
 
 
 def shared(errors: np.ndarray, costs: np.ndarray, densities: np.ndarray, mean: float) -> np.ndarray:
@@ -118,12 +118,6 @@ def test_whole_errors_say_when_it_is_enough() -> None:
     reached = [meet_error(errors, costs, costs, whole, most).tolist() for most in (1.0, 0.7, 0.5)]
     assert reached == [[0, 0], [0, 1], [1, 1]]
     assert meet_error(errors, costs, costs, whole, 0.1).tolist() == [2, 2], "it never does"
-
-
-def test_of_one_cost_the_truest_is_left() -> None:
-    costs = np.array([0.2, 0.1, 0.2, 0.1, 0.3])
-    errors = np.array([[0.3, 0.5, 0.2, 0.5, 0.1], [0.2, 0.4, 0.2, 0.3, 0.4]])
-    assert truest_of_each_cost(errors, costs).tolist() == [[1, 2, 4], [3, 0, 4]]
 
 
 def test_hulls_are_those_of_each_head_walked_alone(seed: int) -> None:

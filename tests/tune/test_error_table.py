@@ -11,6 +11,7 @@ from sparge.common.metrics import rel_l2
 from sparge.head_settings import HeadSettings
 from sparge.order.grid import TokenGrid, cube_order
 from sparge.tune import CandidateSet, Workload, allocate
+from sparge.tune.candidates import kept_ranks
 from sparge.tune.error_table import ROUNDING, ErrorTable
 from sparge.tune.layer_errors import CandidateAxes, LayerErrors
 from tests.tune.begun import attend, begin
@@ -97,8 +98,8 @@ def test_settings_are_those_of_the_chosen_candidates() -> None:
     found = error_table.choose(mean_density=0.4)
     assert set(found.pool_weight.flatten().tolist()) == {0.0, 0.5, 1.0}
     known, share = (
-        workload.density(CandidateSet(densities).kept_ranks(workload.key_blocks))
-        for densities in (candidates.densities, tuple(error_table.axes.densities))
+        workload.density(kept_ranks(densities, workload.key_blocks))
+        for densities in (candidates.densities, error_table.axes.densities)
     )
     scales = drawn_output_scales(candidates)
     for layer, head in np.ndindex(LAYERS, HEADS):

@@ -43,10 +43,7 @@ from tests.tune.reference_score import score_by_reference
 module = importlib.import_module("sparge.tune.kernel_measure")
 
 GRID = TokenGrid(4, 8, 15, suffix=20)  # 32 slots of the last query block but the text are empty
-CANDIDATES = CandidateSet(
-    densities=(0.1, 0.5, 1.0),
-    pool_weights=(0.0, 0.7, 1.0),
-)
+CANDIDATES = CandidateSet(densities=(0.1, 0.5, 1.0), pool_weights=(0.0, 0.7, 1.0))
 
 
 class Stages:
@@ -63,7 +60,7 @@ class Stages:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        key_lengths: Tensor | None,
+        key_lengths: None,
         element: int,
         *rest: Any,
     ) -> Tensor:
@@ -95,7 +92,6 @@ class Stages:
                 v[:, own],
                 order.of_kind(order_kind),
                 element=Element.INT8_FP16,
-                key_lengths=key_lengths,
             )
             self.operands.append(x)
             for name, values in {
@@ -114,13 +110,13 @@ class Stages:
         self,
         k: Tensor,
         v: Tensor,
-        key_lengths: Tensor | None,
+        key_lengths: None,
         smooth_k: bool,
         element: int,
         ordered: bool,
     ) -> Tensor:
         assert smooth_k and ordered
-        operands = quantize_qkv(k, k, v, element=Element(element), key_lengths=key_lengths)
+        operands = quantize_qkv(k, k, v, element=Element(element))
         found = torch.stack([operands.kbar, operands.vbar, operands.v_scale])
         return pad(found, (0, 64 - found.shape[-1]))
 
@@ -150,8 +146,7 @@ class Stages:
             **{name: layout.view(workspace, name) for name in names},
         )
         valid = (facts_of_blocks.key_counts > 0)[:, None, None]
-        forced = order.keys_exact.clone()
-        forced[0] |= rules.attention_sink
+        forced = order.keys_exact
         assert (thresholds[:, COLUMNS.index("router")] == Router.ERROR).all()
         _, scores = log_scores(facts_of_blocks, rules.score_scale, valid)
         rank = rank_blocks(scores.masked_fill(~valid | forced, -torch.inf))
@@ -164,11 +159,11 @@ class Stages:
     def attend(self, q: Tensor, workspace: Tensor, block_map: Tensor, *rest: Any) -> None:
         shape, _, *flat, lengths, _, facts, out, _, sums, row_max, row_sum, _ = rest
         rules, (slots,) = AttendRules.of_flat(*flat), facts[0]
-        assert not (rules.with_queries or rules.with_pools or rules.pv_filter or rules.causal)
+        assert not (rules.with_pools or rules.pv_filter or rules.causal)
         every_row = q.new_zeros(*q.shape[:2], shape[3], q.shape[-1])
         every_row[:, :, slots >= 0] = q[:, :, slots[slots >= 0]]
         assert shape[0] == q.shape[0] and shape[2] == 1
-        assert lengths is None or len(lengths) == len(q)
+        assert lengths is None
         assert out.shape == q.shape and out.data_ptr() != q.data_ptr()
         for head, x in enumerate(self.operands):
             heads = slice(head, None, len(self.operands))  # batch entries are KV heads
@@ -193,15 +188,15 @@ class Stages:
 
 @pytest.fixture(params=["cubes", "order_kinds"])
 def sample(request: pytest.FixtureRequest, make_qkv) -> MeasuredCall:
-    """Four heads over two KV heads, of 40 channels; text is exact, and the sink not text."""
+    """Four heads over two KV heads, of 40 channels; text is exact."""
     order_kinds = request.param == "order_kinds"
-    workload = Workload(grid_order(GRID) if order_kinds else cube_order(GRID), sink=True)
+    workload = Workload(grid_order(GRID) if order_kinds else cube_order(GRID))
     q, k, v = make_qkv(2, 4, GRID.tokens, 40, kv_heads=2)
     k = k + 2 * torch.sin(torch.linspace(0, 60, GRID.tokens)[:, None] + torch.arange(40))
     blocks = workload.sparse_query_blocks()[-2:]
     k = k.bfloat16()
     measured = range(2 if order_kinds else 1)
-    return MeasuredCall(q, k, v, blocks, workload, CANDIDATES, 40**-0.5, None, measured, 2)
+    return MeasuredCall(q, k, v, blocks, workload, CANDIDATES, 40**-0.5, measured, 2)
 
 
 @pytest.fixture
@@ -254,13 +249,6 @@ def test_groups_of_heads_are_the_whole(
         )
 
 
-def test_key_lengths_hide_text(sample: MeasuredCall, stages: Stages) -> None:
-    lengths = torch.tensor([GRID.tokens - 7, GRID.tokens], dtype=torch.int32)
-    sample = replace(sample, key_lengths=lengths, query_blocks=sample.query_blocks[:1])
-    found, expected = module.kernel_measure(sample), reference_measure(sample)
-    torch.testing.assert_close(errors(found), errors(expected), rtol=5e-3, atol=1e-4)
-
-
 MOCHI = TokenGrid(28, 30, 53, suffix=256)
 WAN_720P = TokenGrid(21, 45, 80)
 
@@ -293,9 +281,7 @@ def test_a_measurement_takes_no_more_memory_than_a_sparse_call(
     sampled = run.next_query_blocks(0, calls)
     assert len(sampled) == calls * BLOCKS_A_CALL
     order_kinds = run.order_kinds[0]
-    sample = MeasuredCall(
-        q, q, q, sampled, workload, run.candidates, 1.0, None, order_kinds, ROW_STEP
-    )
+    sample = MeasuredCall(q, q, q, sampled, workload, run.candidates, 1.0, order_kinds, ROW_STEP)
     groups = list(module._head_groups(sample))
     sizes = [group.stop - group.start for group in groups]
     assert sum(sizes) == heads

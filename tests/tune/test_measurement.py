@@ -33,10 +33,9 @@ def sparse_rows(workload: Workload) -> Tensor:
     return torch.isin(block, torch.tensor(workload.sparse_query_blocks()))
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_errors_are_those_of_attention(qkv, is_causal: bool) -> None:
-    workload = Workload.of_tokens(GRID.tokens, True) if is_causal else Workload(cube_order(GRID))
-    measurement = begin(workload=workload)
+def test_errors_are_those_of_attention(qkv) -> None:
+    measurement = begin()
+    workload = measurement.workload
     measurement.add(0, *qkv)
     found, output_scales = (x[0, :, 0] for x in measurement.fetched.errors_and_scales())
     norm, far = measurement.squared_norm[0, :, :, 0]
@@ -52,9 +51,8 @@ def test_errors_are_those_of_attention(qkv, is_causal: bool) -> None:
             candidates.pool_weights[pool_weight],
             candidates.router,
         )
-        if not is_causal:
-            of_heads = output_scales[(slice(None), *place)]
-            head_settings = replace(head_settings, output_scale=torch.from_numpy(of_heads).float())
+        of_heads = output_scales[(slice(None), *place)]
+        head_settings = replace(head_settings, output_scale=torch.from_numpy(of_heads).float())
         out, _ = attend(qkv, head_settings, workload)
         for head in range(3):
             unsure = UNSURE * np.log(output_scales[head][place]) * spread[head]

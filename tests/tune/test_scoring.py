@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import fields, replace
+from functools import reduce
 
 import pytest
 import torch
@@ -17,7 +18,6 @@ from sparge.tune.scoring import (
     squared_errors,
     towards_mean,
 )
-from tests.tune.parts import combine
 
 GAINS = [0.0, 0.3, 1.0, 2.5]
 NO_MEAN = torch.zeros(1)
@@ -122,15 +122,11 @@ def test_small_errors_beside_large_values(generator: torch.Generator) -> None:
     parts = [(some(), part(*EMPTY)) for _ in range(3)]
     found = errors(parts, [0.0])
     double = [replace(exact, unnormalised=exact.unnormalised.double()) for exact, _ in parts]
-    truth = combine(double).output()
+    truth = reduce(Partial.plus, double).output()
     for density in range(2):
-        expected = (combine(double[: density + 1]).output() - truth).square().sum(-1)
+        kept = reduce(Partial.plus, double[: density + 1])
+        expected = (kept.output() - truth).square().sum(-1)
         torch.testing.assert_close(found[density, :, 0], expected.float(), rtol=1e-3, atol=1e-5)
 
 
 EMPTY = torch.zeros(6, 0), torch.zeros(0, 4)
-
-
-def stacked(parts: list[Partial]) -> Partial:
-    each = zip(*((x.unnormalised, x.row_max, x.row_sum) for x in parts), strict=True)
-    return Partial(*(torch.stack(x) for x in each))

@@ -8,26 +8,15 @@ from dataclasses import replace
 
 import torch
 
-from sparge import Router, TokenGrid, cube_order
+from sparge import Router
 from sparge.policy import SparsePolicy
 from sparge.stages.thresholds import COLUMNS
-from sparge.tune import CandidateSet, Measurement, SettingsTable, Workload
-
-GRID = TokenGrid(4, 8, 15)
-
-
-def begin() -> Measurement:
-    return Measurement.begin(
-        layers=2,
-        heads=2,
-        workload=Workload(cube_order(GRID)),
-        candidates=CandidateSet(densities=(0.2, 0.5, 1.0), pool_weights=(0.0, 0.7)),
-        blocks_a_call=2,
-    )
+from sparge.tune import SettingsTable
+from tests.tune.begun import GRID, begin
 
 
 def test_a_budget_shares_nothing_with_the_choices(make_qkv) -> None:
-    measurement = begin()
+    measurement = begin(heads=2)
     measurement.add(0, *make_qkv(1, 2, GRID.tokens, 16))
     settings = measurement.error_table().choose(mean_density=0.6)
     before = settings.density.clone()
