@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -75,31 +76,13 @@ def test_the_dense_steps_are_in_eight_bits_and_measured(table, run, load_pack, q
     assert not torch.equal(dense, true) and torch.allclose(dense, true, atol=0.1)
 
 
-class Mark:
-    """Stands for an event: marks come one second after another."""
-
-    made = 0
-
-    def __init__(self, enable_timing):
-        Mark.made += 1
-        self.seconds = Mark.made
-
-    def record(self, stream):
-        pass
-
-    def synchronize(self):
-        pass
-
-    def elapsed_time(self, end):
-        return 1000.0 * (end.seconds - self.seconds)
-
-
 def test_a_layer_of_the_first_step_tells_what_exact_attention_takes(
     table, run, load_pack, monkeypatch
 ):
-    """Of more than two layers two do."""
+    """This model has two layers, of which the second tells it; larger ones have two that do."""
     monkeypatch.setattr(load_pack("sparge.tune.records").Spans, "times", lambda *given: True)
-    monkeypatch.setattr(torch.cuda, "Event", Mark)
+    event = Mock(elapsed_time=lambda end: 1000.0)
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     table(2.0)
     got = run(start_percent=0.4, sigmas=(0.9, 0.85, 0.7, 0.5))

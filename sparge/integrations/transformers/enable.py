@@ -32,7 +32,8 @@ class _Enabled:
     model: weakref.ref[PreTrainedModel]
     before: list[tuple[PreTrainedConfig, str | None]]
     functions: dict[str, Functions]
-    """By the names that its parts have of them. They stay registered: copies have the names."""
+    """Functions by the name that the parts of the model have of them. They stay registered, as
+    copies of the model have the names."""
 
     def restore(self) -> None:
         """Gives the model its own attention back, and copies of it likewise."""
