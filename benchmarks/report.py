@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the tables and pictures of docs/benchmarks.md, the README's table of runs, and that of
-hosts (docs/hosts/table.md).
+"""Writes the tables and pictures of docs/benchmarks.md and the README's table of runs.
 
 python -m benchmarks.report [--check]
 
-They are made from benchmarks/results, and what is predicted of RTX cards from
-`benchmarks.issue_model.cards`; a test checks them. A table named NAME stands between
+They are made from benchmarks/results; a test checks them. A table named NAME stands between
 `<!-- NAME:begin -->` and `<!-- NAME:end -->`.
 """
 
@@ -19,8 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from . import pictures
-from .hosts import table as hosts
-from .issue_model.cards import predicted_table
 from .limits import read_rates
 from .quality import rows as quality
 from .quality.section import PARTS, chosen, part_table, targets_table
@@ -32,7 +28,6 @@ Row = dict[str, Any]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = (
     ROOT / "docs" / "benchmarks.md",
-    ROOT / "docs" / "hosts" / "table.md",
     ROOT / "README.md",
 )
 #: Files of `benchmarks.attention`, of `benchmarks.whole_run`, and of measurements.
@@ -149,12 +144,10 @@ TABLES: dict[str, Callable[[], str]] = {
     **{f"speed-{shape}": lambda shape=shape: speed_of(shape) for shape in TITLES},
     "speed-others": other_speeds,
     "speed-h100": lambda: summary("H100", _speeds(SPEEDS_H100), None) + source(SPEEDS_H100),
-    "predicted": predicted_table,
     "models": lambda: model_calls(CALLS),
     "models-h100": lambda: model_calls(CALLS_H100),
     **{name: lambda part=part: part_table(quality.read(), part) for name, part in PARTS.items()},
     "quality-targets": lambda: targets_table(quality.read()),
-    **hosts.tables(),
 }
 
 

@@ -30,7 +30,7 @@ TARGETS = set(re.findall(r"^(\w+):", MAKEFILE, re.MULTILINE))
 MOST_LINES = {"README.md": 150, "docs/how-it-works.md": 150}
 WIDTH = 120
 #: Pages with generated tables, whose rows are as long as they are.
-GENERATED = ("docs/benchmarks.md", "docs/hosts/table.md")
+GENERATED = ("docs/benchmarks.md",)
 #: Most words of a help page, which is read in a panel that is 288 pixels wide and cuts tables off.
 MOST_WORDS = 700
 #: Code may speak of a session of `sparge.tune`; tests/test_layers.py looks for the rest.

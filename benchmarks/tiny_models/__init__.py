@@ -1,3 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny models of transformers and pipelines of diffusers with random weights, for tests and for the
-table of hosts."""
+"""Tiny models of transformers and pipelines of diffusers with random weights, for tests."""

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import ctypes
-import enum
 import functools
 import sys
 import threading
@@ -53,7 +52,6 @@ def declare(lib: ctypes.CDLL) -> ctypes.CDLL:
         "cuGetErrorName": [c_int, POINTER(c_char_p)],
         "cuGetErrorString": [c_int, POINTER(c_char_p)],
         "cuDeviceGet": [POINTER(c_int), c_int],
-        "cuDeviceGetAttribute": [POINTER(c_int), c_int, c_int],
         "cuDevicePrimaryCtxRetain": [pointer, c_int],
         "cuCtxPushCurrent_v2": [c_void_p],
         "cuCtxPopCurrent_v2": [pointer],
@@ -82,27 +80,6 @@ def driver_version() -> int:
     version = c_int()
     check(library(), "cuDriverGetVersion", library().cuDriverGetVersion(byref(version)))
     return version.value
-
-
-class Attribute(enum.IntEnum):
-    """Numbers of a device that the driver tells, under CUDA's CU_DEVICE_ATTRIBUTE_..."""
-
-    KILOHERTZ = 13
-    """The boost clock."""
-    MULTIPROCESSORS = 16
-    MEMORY_KILOHERTZ = 36
-    MEMORY_BUS_BITS = 37
-
-
-def attribute(device_index: int, of: Attribute) -> int:
-    """That number of a device. Raises DriverError."""
-    lib = library()
-    check(lib, "cuInit", lib.cuInit(0))
-    device, value = c_int(), c_int()
-    check(lib, "cuDeviceGet", lib.cuDeviceGet(byref(device), device_index))
-    status = lib.cuDeviceGetAttribute(byref(value), of, device)
-    check(lib, f"cuDeviceGetAttribute({of.name})", status)
-    return value.value
 
 
 @functools.cache

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block of text with which a user tells how fast their card is, beside what was foretold of it."""
+"""Block of text with which a user tells how fast their card is."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from ..errors import KernelBuildError, Unsupported
 from ..order.grid import TokenGrid
 from .backend import TORCH
 from .one_shape import time_shape
-from .predicted import predicted_here
 from .table import Size, SpeedTable
 
-DENSITY, POOLED = 0.2, 1.0
+DENSITY = 0.2
 #: The issue form, in .github/ISSUE_TEMPLATE.
 FORM = "speed_on_my_card.yml"
 _TRACKER = "Bug Tracker"
@@ -65,15 +64,7 @@ def _times(model: Model, device: torch.device) -> str:
     except (KernelBuildError, Unsupported) as error:
         return str(error)
     cells = {"exact": times.exact, "8-bit dense": times.eight_bit, "20 %": times.sparse[DENSITY]}
-    told = ", ".join(f"{name} {_ms(seconds)} ms" for name, seconds in cells.items())
-    foretold = predicted_here(device, model.size, DENSITY, POOLED)
-    if foretold is None:
-        return told
-    return f"{told}; predicted at 20 %: {' to '.join(map(_ms, foretold))} ms"
-
-
-def _ms(seconds: float) -> str:
-    return f"{1000 * seconds:.3g}"
+    return ", ".join(f"{name} {1000 * seconds:.3g} ms" for name, seconds in cells.items())
 
 
 def where() -> str:

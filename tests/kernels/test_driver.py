@@ -145,10 +145,3 @@ def test_what_fails_is_an_exception_with_cudas_words(fake, image, monkeypatch, r
     name = "nvcuda.dll" if sys.platform == "win32" else "libcuda"
     with pytest.raises(DriverNotFoundError, match=name):
         driver.library.__wrapped__()
-
-
-def test_the_driver_tells_a_devices_rates(fake) -> None:
-    assert driver.attribute(2, driver.Attribute.KILOHERTZ) == 213
-    fake.fail["cuDeviceGetAttribute"] = [1]
-    with pytest.raises(DriverError, match=r"cuDeviceGetAttribute\(MULTIPROCESSORS\)"):
-        driver.attribute(2, driver.Attribute.MULTIPROCESSORS)
