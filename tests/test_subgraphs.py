@@ -15,9 +15,6 @@ from typing import Any
 import pytest
 
 from tests.test_workflows import MODEL_FILE
-from tools.graphs.blueprints import blueprints
-from tools.graphs.recipes import COGVIDEOX, COGVIDEOX_15, mochi
-from tools.graphs.shipped import graphs
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -33,22 +30,6 @@ def inside(blueprint: dict[str, Any]) -> dict[str, Any]:
     (node,) = blueprint["nodes"]
     assert node["type"] == subgraph["id"]
     return subgraph
-
-
-def test_the_files_are_what_the_script_makes() -> None:
-    """Run `python -m tools.graphs` after a change."""
-    made = {each.name: each.blueprint() for each in blueprints()}
-    assert {path.stem for path in (ROOT / "subgraphs").iterdir()} == made.keys()
-    for name, graph in made.items():
-        text = (ROOT / "subgraphs" / f"{name}.json").read_text(encoding="utf-8")
-        assert json.loads(text) == graph, name
-
-
-def test_one_for_each_of_the_first_models() -> None:
-    models = {recipe.model for recipe in (mochi(163), COGVIDEOX, COGVIDEOX_15)}
-    assert {graph.model for graph in graphs()[:4]} == models
-    names = {each.name for each in blueprints()}
-    assert names == {f"Text to Video ({model}, Sparge Attention)" for model in models}
 
 
 def test_links_agree_with_the_nodes(inside: dict[str, Any]) -> None:

@@ -16,18 +16,16 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlparse
 
-import numpy as np
 import pytest
 
 from sparge.sampling.settings import Settings
-from tools.graphs.layout import TITLE
-from tools.graphs.node_types import NODE_TYPES, NOTE, OURS
-from tools.graphs.shipped import graphs
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL_FILE = re.compile(r"\.(safetensors|sft|ckpt|pt|pth|bin|gguf)$")
 
-TYPES: dict[str, Any] = {"s": str, "i": int, "f": (int, float), "b": bool}
+NOTE = "MarkdownNote"
+#: Pixels of a node's title.
+TITLE = 30
 LOADERS = ("UNETLoader", "SpargeCogVideoXLoad", "CheckpointLoaderSimple")
 SAMPLERS = ("KSampler", "KSamplerAdvanced")
 #: Folders of models/.
@@ -116,16 +114,6 @@ def test_links_agree_with_the_nodes(graph: dict[str, Any]) -> None:
         assert slot["link"] in fed or (free and slot["link"] is None), slot["name"]
 
 
-def test_the_files_are_what_the_script_makes() -> None:
-    """Run `python -m tools.graphs` after a change."""
-    made = {graph.name: graph for graph in graphs()}
-    found = {path.stem for path in (ROOT / "workflows").glob("*.json")}
-    assert found == made.keys() == {p.stem for p in (ROOT / "workflows").glob("*.jpg")}
-    for name, graph in made.items():
-        path = ROOT / "workflows" / f"{name}.json"
-        assert json.loads(path.read_text(encoding="utf-8")) == graph.json(), name
-
-
 def test_mochi_and_cogvideox_are_first_in_the_list() -> None:
     """The template browser shows file names, which every system can have."""
     names = sorted(path.stem for path in (ROOT / "workflows").glob("*.json"))
@@ -143,11 +131,7 @@ def overlap(a: tuple[float, ...], b: tuple[float, ...]) -> bool:
     return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
 
 
-def test_nodes_have_room_after_a_run_too(graph: dict[str, Any]) -> None:
-    for node in (node for node in graph["nodes"] if node["type"] not in subgraphs(graph)):
-        assert node["size"][1] >= NODE_TYPES[node["type"]].height or node["type"] in (
-            *("CLIPTextEncode", NOTE),
-        ), node["type"]
+def test_nodes_do_not_overlap(graph: dict[str, Any]) -> None:
     for node, other in itertools.combinations(graph["nodes"], 2):
         assert not overlap(box(node), box(other)), (node["type"], other["type"])
 
@@ -179,15 +163,6 @@ def test_text_is_legible_when_a_graph_opens(graph: dict[str, Any]) -> None:
     width = max(b[2] for b in boxes) - min(b[0] for b in boxes)
     height = max(b[3] for b in boxes) - min(b[1] for b in boxes)
     assert FILLED * min(SCREEN[0] / width, SCREEN[1] / height) >= LEAST_ZOOM
-
-
-def test_widgets_have_the_right_number_and_kind(nodes: list[dict[str, Any]]) -> None:
-    ours = "".join(type(value).__name__[0] for value in new_node().values())
-    assert NODE_TYPES["SpargeAttention"].widgets == ours
-    for node in nodes:
-        kinds = NODE_TYPES[node["type"]].widgets
-        for value, kind in zip(node["widgets_values"], kinds, strict=True):
-            assert isinstance(value, TYPES[kind]), node["type"]
 
 
 def test_our_node_is_the_last_before_the_sampler(graph: dict[str, Any]) -> None:
@@ -228,7 +203,7 @@ def test_the_manager_can_find_every_node(nodes: list[dict[str, Any]]) -> None:
         properties = node["properties"]
         assert properties["Node name for S&R"] == node["type"]
         found = properties["cnr_id"], properties["ver"]
-        if node["type"] in OURS:
+        if node["type"].startswith("Sparge"):
             assert found == (project("name"), project("version"))
         else:
             assert found[0] == "comfy-core" and re.fullmatch(r"\d+\.\d+\.\d+", found[1])
@@ -251,23 +226,11 @@ def test_every_model_can_be_had(nodes: list[dict[str, Any]], notes: str) -> None
         assert not linked, "a link for a file that no widget names"
 
 
-def test_the_picture_is_drawn_from_the_graph(path: Path, tmp_path: Path) -> None:
-    """Within what versions of Pillow differ by."""
-    image = pytest.importorskip("PIL.Image")
-    from tools.graphs.thumbnail import draw
-
-    (graph,) = (graph for graph in graphs() if graph.name == path.stem)
-    draw(graph, tmp_path / "drawn.jpg")
-    pictures = (path.with_suffix(".jpg"), tmp_path / "drawn.jpg")
-    found, drawn = (np.asarray(image.open(each), dtype=float) for each in pictures)
-    assert found.shape == drawn.shape and abs(found - drawn).mean() < 2
-
-
 def test_downloads_and_the_size_of_the_picture(path: Path) -> None:
     for url in re.findall(r"https?://[^\s\")\\]+", path.read_text(encoding="utf-8")):
         file = r"https://huggingface\.co/[^/]+/[^/]+/resolve/main/.+\.safetensors"
         assert re.fullmatch(file, url), url
-    assert path.with_suffix(".jpg").stat().st_size < 200_000
+    assert 0 < path.with_suffix(".jpg").stat().st_size < 200_000
 
 
 def test_note_tells_what_to_expect(nodes: list[dict[str, Any]], notes: str) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,6 @@ from tests.comfy.drawn import AFTER_A_RUN, NODES, VERDICT, overlaps, put_example
 from tests.comfy.server import Server
 from tests.comfy.test_workflows_server import SUBGRAPHS, WORKFLOWS, put_placeholders
 from tests.links import Link, hidden_links
-from tools.graphs import parts
-from tools.graphs.graph import Graph
-from tools.graphs.layout import Node, Row, Stack
 
 pytestmark = pytest.mark.skipif(bool(why_no_browser()), reason=why_no_browser())
 
@@ -169,14 +165,8 @@ AT_ITS_SIZE = """async ([x, y]) => {
 
 def test_the_node_stands_between_model_and_sampler(page: Page, screenshots: Path) -> None:
     """As the README shows it: assets/node.png is this picture."""
-    model = Node("model", "UNETLoader", ("mochi_preview_bf16.safetensors", "default"))
-    values = "auto budget", 0.2, *parts.NEW_NODE[2:]
-    ours = replace(parts.sparge(), values=values, title="")
-    settings = parts.SEED, "fixed", 20, 1.0, "euler", "simple", 1.0
-    sampler = Node("sampler", "KSampler", settings, {"model": "faster"})
-    stacks = Stack(290, (model,)), Stack(360, (ours,)), Stack(260, (sampler,))
     page.nodes_2(False)
-    page.open(Graph("node", "", "", "", Row(stacks, 50)).json())
+    page.open(json.loads((Path(__file__).parent / "node.json").read_text(encoding="utf-8")))
     page.run(AFTER_A_RUN, AS_MEASURED)
     page.run(AT_ITS_SIZE, [200, 200])
     page.settle()
