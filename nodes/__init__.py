@@ -13,8 +13,6 @@ class SpargeExtension(ComfyExtension):
 
     async def get_node_list(self) -> list[type[io.ComfyNode]] | Any:
         from .sparge_attention import SpargeAttention
-        from .sparge_benchmark import SpargeGPUBenchmark
-        from .sparge_block_map import SpargeAttentionBlockMap
         from .sparge_cogvideox_load import SpargeCogVideoXLoad
         from .sparge_compare import SpargeAttentionCompare
         from .sparge_profile_load import SpargeProfileLoad
@@ -25,8 +23,6 @@ class SpargeExtension(ComfyExtension):
             SpargeAttention,
             SpargeProfileLoad,
             SpargeAttentionReport,
-            SpargeAttentionBlockMap,
-            SpargeGPUBenchmark,
             SpargeAttentionCompare,
             SpargeCogVideoXLoad,
             SpargeAttentionWanVideoWrapper,

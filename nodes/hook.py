@@ -34,8 +34,6 @@ WRAPPER_KEY = "sparge_attention"
 RUN_KEY = "sparge_run"
 FORWARD_KEY = "sparge_forward"
 OVERRIDE_KEY = "optimized_attention_override"
-#: Node id of what shows block maps.
-BLOCK_MAP = "SpargeAttentionBlockMap"
 #: Callback key of ComfyUI's own block-sparse node.
 CORE_SPARSE_KEY = "block_sparse_attention"
 
@@ -110,8 +108,6 @@ class Hook:
             device=device,
             profile_name=self.profile.name if self.profile else "",
             show=self.show,
-            node_id=self.node_id,
-            maps_of=_asked_layers(self.node_id),
         )
         if remark:
             run.note(remark)
@@ -135,9 +131,6 @@ class Hook:
             options.pop(OVERRIDE_KEY, None)
             if found is not None:
                 options[OVERRIDE_KEY] = found
-            # Not every sampler evaluates the model at the level of the last step (dpm_fast).
-            with run.failures.caught("the map of the run stayed on the report"):
-                run.live_map.drop()
             self._report(run, fingerprint, stopped=not finished)
             run.session.end()
 
@@ -227,12 +220,6 @@ def hook_of(model: Any) -> Hook | None:
         if isinstance(owner, Hook):
             return owner
     return None
-
-
-def _asked_layers(node_id: str | None) -> set[int]:
-    """Layers that block map nodes of the running graph name, of the model that a node gives out."""
-    nodes = host.nodes_behind(node_id, BLOCK_MAP).values()
-    return {layer for inputs in nodes if isinstance(layer := inputs.get("layer"), int)}
 
 
 def make_override(hook: Hook, previous: Override | None) -> Override:

@@ -49,12 +49,6 @@ def draw(result: RunResult) -> Tensor:
     return as_tensor(image)
 
 
-def so_far(text: str, by_step: Tensor, layers: Sequence[int]) -> Image.Image:
-    """Picture of a run that goes on. by_step: (layers, steps), NaN in those to come; text: one line
-    or two."""
-    return _with_map(text, by_step, layers, WIDTH - RIGHT)
-
-
 def message(text: str) -> Tensor:
     """Picture that says why there is none."""
     lines = textwrap.wrap(text[:1].upper() + text[1:], LINE_LENGTH)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from ..sparge import sampling
 from ..sparge.tune import Conditioning, Profile, Progress, SigmaWindow
 from .host import exact_attention, exact_backend, untracked_allocations
 from .layer_counter import ReplacedBlocks
-from .live_map import LiveMap
 from .settings import Settings
 from .words import WORDS
 
@@ -36,13 +35,10 @@ class Run(sampling.Run):
         device: torch.device | None = None,
         profile_name: str = "",
         show: Callable[[str], None] = _ignored,
-        node_id: str | None = None,
-        maps_of: Collection[int] = (),
     ) -> None:
         """Starts a run. schedule: noise level of each step, as far as it is known. model, device:
         what is sampled, and where. profile_name: as the user knows it. show: shows a line under the
-        node. node_id: of our node, in the running graph. maps_of: layers whose block
-        maps are kept."""
+        node."""
         to_sigma = model_sampling.percent_to_sigma  # in force when sampling starts
         super().__init__(
             settings,
@@ -53,7 +49,6 @@ class Run(sampling.Run):
             profile=profile,
             profile_name=profile_name,
             untracked=untracked_allocations,
-            maps_of=maps_of,
         )
         self.owner = owner
         self.backend_function: str = getattr(exact_attention(), "__name__", "")
@@ -62,16 +57,7 @@ class Run(sampling.Run):
         falls = settings.aim is not None and settings.aim.falls
         self.needs_level = falls or not self.window.is_everything
         """Whether a pass has to know its noise level, for which it waits."""
-        self.live_map = live = LiveMap(self.session, len(schedule), node_id)
-
-        def tell(text: str, last: bool) -> None:  # holds no run, as `note` does not
-            show(text)
-            if last:
-                live.drop()
-            else:
-                live.show(text)
-
-        self.progress = Progress(schedule, tell)
+        self.progress = Progress(schedule, show)
         self._model, self._device = model, device
         self._step = 0
         self._evaluated = False

@@ -12,8 +12,7 @@ from comfy_api.latest import io
 from ..sparge.sampling import RunResult, details, save_profile, verdict
 from ..sparge.tune import ProfileError, profile_path
 from .hook import hook_of
-from .host import let_picture_go, profile_folder, show_on_node
-from .live_map import REPORT
+from .host import profile_folder, show_on_node
 
 logger = logging.getLogger("sparge")
 
@@ -38,7 +37,7 @@ class SpargeAttentionReport(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         return io.Schema(
-            node_id=REPORT,
+            node_id="SpargeAttentionReport",
             display_name="Sparge Attention Report",
             category="model/patch",
             description=(
@@ -103,7 +102,6 @@ class SpargeAttentionReport(io.ComfyNode):
         """Shows a report on the node as well, where there is room for its picture and few lines:
         two in the size in which it is added, so warnings and what was gained come first."""
         node_id = cls.hidden.unique_id if cls.hidden else None
-        let_picture_go(node_id)
         show_on_node(node_id, lines or text)
         try:
             from comfy_api.latest import ui

@@ -151,11 +151,10 @@ def attention(
     lse = None
     if return_lse:
         lse = torch.empty(call.q.shape[:3], dtype=torch.float32, device=q.device)
-    block_maps = None if stats is None else stats.block_maps
     if call.bottom_right:
         run_bottom_right(call, out, lse, counters)
     else:
-        run(call, out, lse, counters, block_maps)
+        run(call, out, lse, counters)
     if stats is not None:
         stats.add_call()
     out = as_heads_first("output", out, out_layout)  # its own inverse: back to the caller's layout

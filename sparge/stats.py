@@ -23,14 +23,10 @@ class AttentionStats:
 
     ``counters`` is an int64 tensor on ``device``, a number for each `Counter`. Make it once,
     outside the attention calls; reading a property synchronises with the device.
-
-    Where ``block_maps`` is a list, each call adds what was kept: maps (B, H, query blocks, words)
-    int32 as `sparge.blocks.pack` lays them out, one for each group of heads that is served at once.
     """
 
     def __init__(self, device: torch.device | str) -> None:
         self.counters: Tensor = torch.zeros(len(Counter), dtype=torch.int64, device=device)
-        self.block_maps: list[Tensor] | None = None
         self._calls = 0
         self._calls_in_graphs: Tensor = torch.zeros((), dtype=torch.int64, device=device)
 

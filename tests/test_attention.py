@@ -98,14 +98,6 @@ class TestPlan:
         again = attention(q, k, v, SPARSE, plan=plan, layout=layout, stats=stats)
         assert torch.equal(again, expected) and torch.equal(stats.counters, 2 * counters)
 
-    def test_stats_give_the_map_of_a_call(self, make_qkv) -> None:
-        q, k, v = make_qkv(2, 4, 300, 64, kv_heads=2)
-        plan, stats = sparge.make_plan(q, k, SPARSE), sparge.AttentionStats("cpu")
-        stats.block_maps = maps = []
-        expected = attention(q, k, v, SPARSE)
-        assert torch.equal(attention(q, k, v, SPARSE, stats=stats), expected)
-        assert len(maps) == 1 and torch.equal(maps[0], plan.block_map)
-
     def test_of_another_call_is_refused(self, make_qkv) -> None:
         q, k, v = make_qkv(1, 2, 300, 64)
         plan = sparge.make_plan(q, k, SPARSE)

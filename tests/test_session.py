@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -112,21 +111,6 @@ def test_layouts_give_the_same_bits(qkv, dense_steps: int) -> None:
     assert all(map(torch.equal, *found))
     assert torch.equal(found[0][0], scaled_dot_product_attention(*qkv))
     assert not torch.equal(*found[0][:2])
-
-
-def test_densities_can_be_read_on_the_way_and_are_not_waited_for(qkv, monkeypatch) -> None:
-    session = session_of()
-    sampled(session, qkv, steps=3)
-    before = session.so_far()
-    assert before is not None and before.by_step.shape == (LAYERS, 3)
-    sampled(session, qkv)
-    whole = session.report().densities.by_step
-    assert whole.shape == (LAYERS, STEPS) and not whole.equal(before.by_step)
-    for begun in session._passes:
-        begun.device = torch.device("cuda", 0)
-    busy = SimpleNamespace(query=lambda: False)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: busy)
-    assert session.so_far() is None
 
 
 def test_the_host_computes_exact_results_once_a_call(qkv) -> None:
@@ -303,18 +287,6 @@ def test_a_profile_serves_its_own_aim_alone(qkv) -> None:
         reasons.append((list(running.reasons), remarks))
     measured = "The profile is for a mean density of 50 %, not for a mean error of 0.1, so this run"
     assert reasons == [([], []), ([MEASURING], [f"{measured} measures"])]
-
-
-def test_block_maps_of_the_layers_that_were_named(qkv: tuple[Tensor, ...]) -> None:
-    session = session_of(maps_of=(1, 9))
-    assert session.block_maps() == {}
-    sampled(session, qkv)
-    ((layer, maps),) = session.block_maps().items()
-    assert (layer, maps.step, maps.heads) == (1, STEPS - 1, HEADS)
-    kept = torch.stack([maps.of_head(head) for head in range(HEADS)])
-    assert kept.shape == (HEADS, 6, 12), "the prefix has a block of its own"
-    assert kept[:, :, 0].all() and kept[:, 0].all(), "the prefix is exact"
-    assert float(kept.float().mean()) < 0.9
 
 
 def test_a_session_that_has_ended_holds_no_order_on_the_device() -> None:

@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from ..tune import LayerMaps, Profile, Report, Tally
+from ..tune import Profile, Report, Tally
 from .words import PLAIN, HostWords
 
 
@@ -28,8 +27,6 @@ class RunResult:
     """Number of steps of the schedule; 0 where that is not known."""
     seconds: float = 0.0
     """Seconds of the run from its first pass on; 0 where none came."""
-    maps: Mapping[int, LayerMaps] = field(default_factory=dict)
-    """Block maps by layer, of those that were asked for."""
     words: HostWords = PLAIN
 
     @property

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 
@@ -36,12 +36,11 @@ class Run:
         profile: Profile | None = None,
         profile_name: str = "",
         untracked: Untracked = nullcontext,
-        maps_of: Collection[int] = (),
         speed: SpeedOf | None = None,
     ) -> None:
         """Starts a run. window, schedule: noise levels that may be sparse, and that of each step,
         as far as they are known. backend: what serves the host's exact calls. profile_name: as the
-        user knows it. untracked, maps_of: as in `Session`, and speed, which asks for what this
+        user knows it. untracked: as in `Session`, and speed, which asks for what this
         process knows by default."""
         self.settings = settings
         self.asked = settings.policy()
@@ -64,7 +63,6 @@ class Run:
             untracked=untracked,
             speed=speed or partial(known_table, backend=backend),
             exact_dense=settings.exact_dense,
-            maps_of=maps_of,
         )
         self._began: float | None = None
         self._ended: float | None = None
@@ -140,7 +138,6 @@ class Run:
             self._profile_name,
             len(self.schedule),
             0.0 if self._began is None else ended - self._began,
-            self.session.block_maps(),
             self._words,
         )
 

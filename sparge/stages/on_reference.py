@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..blocks import BlockPlan, pack
+from ..blocks import BlockPlan
 from ..call import CheckedCall
 from ..policy import Precision, SparsePolicy
 from ..stats import Counter
@@ -80,19 +80,10 @@ def compute(
     return route
 
 
-def run(
-    call: CheckedCall,
-    out: Tensor,
-    lse: Tensor | None,
-    counters: Tensor | None,
-    block_maps: list[Tensor] | None = None,
-) -> None:
-    """Runs `compute` as one node of a traced graph, where there is no order, no head settings and
-    nobody asks for block maps."""
-    if call.order is not None or call.head_settings is not None or block_maps is not None:
-        computed = compute(call, out, lse, counters)
-        if block_maps is not None:
-            block_maps.append(pack(computed.kept))
+def run(call: CheckedCall, out: Tensor, lse: Tensor | None, counters: Tensor | None) -> None:
+    """Runs `compute` as one node of a traced graph, where there is no order nor head settings."""
+    if call.order is not None or call.head_settings is not None:
+        compute(call, out, lse, counters)
         return
     policy, plan = call.policy, call.plan
     _reference_op(

@@ -28,18 +28,12 @@ MEMORY_FLOOR = 1 << 20
 _built: set[Hashable] = set()
 
 
-def run(
-    call: CheckedCall,
-    out: Tensor,
-    lse: Tensor | None,
-    counters: Tensor | None,
-    block_maps: list[Tensor] | None = None,
-) -> None:
-    """Writes `out` (B, H, Nq, D) and `lse` (B, H, Nq), and adds to `counters` and `block_maps`."""
+def run(call: CheckedCall, out: Tensor, lse: Tensor | None, counters: Tensor | None) -> None:
+    """Writes `out` (B, H, Nq, D) and `lse` (B, H, Nq), and adds to `counters`."""
     if has_kernels(call):
-        _run_in_head_groups(call, out, lse, counters, block_maps)
+        _run_in_head_groups(call, out, lse, counters)
     else:
-        on_reference.run(call, out, lse, counters, block_maps)
+        on_reference.run(call, out, lse, counters)
 
 
 def has_kernels(call: CheckedCall) -> bool:
@@ -80,7 +74,6 @@ def _run_in_head_groups(
     out: Tensor,
     lse: Tensor | None,
     counters: Tensor | None,
-    block_maps: list[Tensor] | None,
 ) -> None:
     """Runs all heads at once when the workspace stays within MEMORY_SHARE and fits, else in
     groups.
@@ -97,7 +90,7 @@ def _run_in_head_groups(
             part_lse = lse if step == kv_heads else torch.empty_like(lse[:, query])
         try:
             part = call if step == kv_heads else call.heads(first, last)
-            block_map = run_kernels(part, out[:, query], part_lse, counters)
+            run_kernels(part, out[:, query], part_lse, counters)
         except torch.OutOfMemoryError as error:
             if step == 1:
                 needed = _memory_needed(call.heads(first, last)) / 2**20
@@ -109,8 +102,6 @@ def _run_in_head_groups(
             continue
         if lse is not None and part_lse is not None and part_lse is not lse:
             lse[:, query] = part_lse
-        if block_maps is not None:
-            block_maps.append(block_map)
         first = last
 
 

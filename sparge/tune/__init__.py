@@ -2,7 +2,6 @@
 """Sparse attention that tunes itself while a diffusion model samples: `Session`."""
 
 from .aim import Aim
-from .block_maps import LayerMaps
 from .call import Call, DenseOnce
 from .candidates import CandidateSet
 from .facts import Conditioning, Layout, PassFacts, Place
@@ -52,7 +51,6 @@ __all__ = [
     "Fingerprint",
     "Fit",
     "HeadTable",
-    "LayerMaps",
     "LayerSpans",
     "Layout",
     "Measure",

@@ -16,11 +16,11 @@ class Progress:
     def __init__(
         self,
         schedule: Sequence[float],
-        show: Callable[[str, bool], None],
+        show: Callable[[str], None],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """schedule: noise level of each step; nothing is shown where that is not known. show: takes
-        the line, and whether the last step begins."""
+        the line."""
         self._schedule, self._show, self._clock = schedule, show, clock
         self._step, self._since = -1, 0.0
 
@@ -35,6 +35,5 @@ class Progress:
             seconds, steps = (self._since - since) / (step - before), len(self._schedule)
             left = seconds * (steps - step)
             self._show(
-                f"Step {step + 1} of {steps}: {seconds:.1f} s a step, about {left:.0f} s left",
-                step == steps - 1,
+                f"Step {step + 1} of {steps}: {seconds:.1f} s a step, about {left:.0f} s left"
             )

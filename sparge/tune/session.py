@@ -18,7 +18,7 @@ Hosts that split a step into passes of their own (ComfyUI) begin those by `begin
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import datetime, timezone
 
@@ -29,7 +29,6 @@ from ..policy import SparsePolicy
 from ..speed.table import SpeedTable
 from .aim import Aim
 from .alike_heads import AlikeHeads
-from .block_maps import BlockMaps, LayerMaps
 from .eight_bit import EightBitDense
 from .facts import Conditioning, Layout, PassFacts, Place
 from .fingerprint import Fingerprint
@@ -66,7 +65,6 @@ class Session:
         speed: SpeedOf = nothing_known,
         exact_dense: bool = False,
         even_if_slower: bool = False,
-        maps_of: Collection[int] = (),
     ) -> None:
         """Heads are measured in the last dense step, or in the first step where there is none.
 
@@ -88,7 +86,6 @@ class Session:
             exact_dense: dense calls are exact all the same.
             even_if_slower: heads are measured and calls are sparse also where exact calls would be
                 faster.
-            maps_of: layers whose block maps `block_maps` gives.
         """
         if aim is not None:
             check_kind("aim", aim, Aim, 'one such as Aim("budget", 0.5)')
@@ -111,7 +108,6 @@ class Session:
             else HeadTables(aim, profile, note, left, untracked, self._ways)
         )
         self._dense = EightBitDense()
-        self._maps = BlockMaps(maps_of, untracked)
         self._passes: list[SessionPass] = []
 
     @property
@@ -152,7 +148,6 @@ class Session:
         record = PassRecord.begin(facts.step, layout.rows, device, may_be_sparse)
         begun = SessionPass(
             self._heads, self._ways, device, layout, policy, facts, tables, record, self._dense,
-            self._maps,
         )  # fmt: skip
         self._passes.append(begun)
         return begun
@@ -177,14 +172,6 @@ class Session:
         facts = PassFacts(conditioning, step, why_dense, step == dense - 1, place)
         return self.begin_pass(model, policy or SparsePolicy(), device, facts)
 
-    def so_far(self) -> Densities | None:
-        """Densities of the passes so far, between two of them; None while a device is computing.
-        Never waits."""
-        devices = {begun.device for begun in self._passes if begun.device.type == "cuda"}
-        if not all(torch.cuda.current_stream(device).query() for device in devices):
-            return None
-        return Densities.of([begun.record for begun in self._passes])
-
     def report(self) -> Report:
         """Report of the passes so far. Waits for the GPU."""
         densities = Densities.of([begun.record for begun in self._passes])
@@ -193,11 +180,6 @@ class Session:
         time = RunTime.of(passes)
         shapes = tuple(MeasuredShape.of(table) for table in self.chosen)
         return Report(self.aim, densities, shapes, dict(reasons.most_common()), time)
-
-    def block_maps(self) -> dict[int, LayerMaps]:
-        """Block maps by layer, of those layers that were asked for and had a sparse call: the last
-        one of each. Waits for the GPU."""
-        return self._maps.fetched()
 
     def profile(self, model: Fingerprint, notes: dict[str, str] | None = None) -> Profile | None:
         """Profile of what this run measured of the sampled model; None where that is nothing."""

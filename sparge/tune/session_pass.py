@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -20,7 +20,6 @@ from ..head_settings import HeadSettings
 from ..order.grid import TokenOrder
 from ..policy import SparsePolicy
 from .alike_heads import AlikeHeads
-from .block_maps import BlockMaps
 from .call import Call, DenseOnce
 from .eight_bit import EightBitDense
 from .facts import Layout, PassFacts
@@ -74,7 +73,6 @@ class SessionPass:
     tables: dict[Shape, HeadTable]
     record: PassRecord
     eight_bit_dense: EightBitDense
-    block_maps: BlockMaps
     reasons: Counter[str] = field(default_factory=Counter)
     """Number of dense results of `attend` by the reason for them."""
     _choices: dict[Hashable, Choice] = field(default_factory=dict, repr=False)
@@ -173,10 +171,8 @@ class SessionPass:
         plan = self.plan(call, row, dense, ends)
         if isinstance(plan, str):
             return plan
-        stats, maps = self.record.stats_of(row), nullcontext()
-        if row in self.block_maps.layers:
-            maps = self.block_maps.of_call(row, call, plan.order, self.facts, stats)
-        with maps, self._timed(Way.SPARSE, call):
+        stats = self.record.stats_of(row)
+        with self._timed(Way.SPARSE, call):
             out = call.sparse(plan.policy, stats, plan.order, plan.head_settings)
         with suppress(torch.OutOfMemoryError):  # the result is there; the report lacks a probe
             self.probe(plan, row, call, out)

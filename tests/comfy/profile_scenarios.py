@@ -3,17 +3,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import folder_paths
 import models
 import nodes as comfy_nodes
 import torch
-from session import pack, patch, replaced, reports, sample
+from session import patch, reports, sample
 from utils.extra_config import load_extra_path_config
 
 
@@ -109,38 +107,3 @@ def profile_of_another_prompt() -> dict[str, Any]:
         patched = patch(models.build("mochi"), **aim, profile=named)
         sample(patched, "mochi, longer prompts", denoise=0.5)
     return {"reports": found, "errors": errors_in(named.profile)}
-
-
-def benchmark(family: str, of_image: bool = False) -> dict[str, Any]:
-    """SpargeGPUBenchmark with pretended times of its calls; without them, and after our node.
-    of_image: the latent is Empty Latent Image's, of 8 x 8 pixels a cell."""
-    node, latent = (
-        comfy_nodes.NODE_CLASS_MAPPINGS["SpargeGPUBenchmark"],
-        {"samples": models.empty_latent(family)},
-    )
-    if of_image:
-        (latent,) = comfy_nodes.NODE_CLASS_MAPPINGS["EmptyLatentImage"]().generate(320, 256)
-    model, module, timed = models.build(family), pack("nodes.sparge_benchmark"), []
-
-    def time_shape(grid: Any, heads: int, head_dim: int, *_: Any) -> Any:
-        timed.append((grid.tokens, heads, head_dim))
-        return pack("sparge.speed").ShapeTimes(
-            1e-9, 2e-9, dict.fromkeys((0.5, 0.3, 0.2, 0.1), 5e-10)
-        )
-
-    def run(model: Any) -> Any:
-        with torch.inference_mode():
-            return node.execute(model, models.conditioning(family), latent)
-
-    cpu, after = run(model).args[0], run(patch(model)).args[0]
-    with contextlib.ExitStack() as stack:
-        for name, value in (
-            ("capabilities", lambda _: SimpleNamespace(reason="")),
-            ("warm_up", lambda *_: SimpleNamespace(wait=lambda check: None)),
-            ("time_shape", time_shape),
-        ):
-            stack.enter_context(replaced(module, name, value))
-        stack.enter_context(replaced(torch.cuda, "get_device_name", lambda _: "a GPU"))
-        given = run(model)
-    assert len(given.ui["images"]) == 1 and given.args[1].shape[2] == 800
-    return {"cpu": cpu, "after": after, "timed": timed, "text": given.args[0]}

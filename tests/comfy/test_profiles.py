@@ -57,19 +57,3 @@ def test_a_profile_fits_prompts_of_other_lengths(comfyui):
     for text, given in ((20, 21), (7, 9)):
         said = f"The profile was measured with {text} tokens of text and is used for {given}"
         assert said in loaded["text"] and said not in measured["text"]
-
-
-def test_the_benchmark_times_what_the_model_calls(comfyui):
-    found = comfyui.run("benchmark", family="wan")
-    assert found["cpu"].startswith("The CPU is not supported")
-    assert "connect the one before it" in found["after"]
-    assert found["timed"] == [[320, 2, 128]]
-    assert f"{BLOCKS} calls of 320 tokens and 2 heads of 128" in found["text"]
-    # The pretended attention takes no part of the step, so that nothing is gained.
-    assert found["text"].startswith("Nothing to gain: ") and "\n20 steps, " in found["text"]
-
-
-def test_the_benchmark_resizes_an_empty_latent_as_samplers_do(comfyui):
-    """LTXV has 32 x 32 pixels a cell."""
-    found = comfyui.run("benchmark", family="ltxv", of_image=True)
-    assert found["timed"] == [[8 * 10, 2, 64]]

@@ -5,14 +5,11 @@ from __future__ import annotations
 
 import re
 import time
-import urllib.request
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlencode
 
 import pytest
 import torch
-from PIL import Image
 from safetensors.torch import load_file
 
 from tests.comfy.graphs import ALL_WIDGETS, OF_MODES, graph, nested
@@ -171,24 +168,6 @@ def test_measured_reported_saved_and_loaded(server, base_directory):
     assert ("11", "WanModel, for a mean error of 0.08") in server.texts, "what was loaded"
 
 
-def test_the_block_map_of_a_head_is_shown(server):
-    prompt = graph("wan", **ALL_WIDGETS | {"mode": "auto budget"})
-    wires = {"model": ["2", 0], "latent": ["6", 0]}
-    for node, head in (("8", 1), ("9", 99)):
-        inputs = wires | {"layer": 1, "head": head}
-        prompt[node] = {"class_type": "SpargeAttentionBlockMap", "inputs": inputs}
-    prompt["12"] = {"class_type": "PreviewImage", "inputs": {"images": ["8", 0]}}
-    server.run_graph(prompt)
-    outputs, heights = outputs_of(server, "12"), []
-    for node in ("8", "9", "12"):
-        (image,) = outputs[node]["images"]
-        with urllib.request.urlopen(f"{server.url}/view?{urlencode(image)}") as answer:
-            heights.append(Image.open(answer).height)
-    shown, refused, passed_on = heights
-    assert shown == passed_on > 800, "as high as wide, and what is around it"
-    assert refused < 200, "a sentence: there is no such head"
-
-
 def test_defaults_on_a_tiny_clip_warn_that_nothing_was_sparse(server):
     lines = r"NOTHING WAS SPARSE\.\nfewer than min_tokens \(4096\) tokens"
     text = said_in_the_log(server, graph("wan", **ALL_WIDGETS | {"min_tokens": 4096}), lines)
@@ -240,8 +219,6 @@ def test_help_pages_and_translation_are_served(server, pack_folder):
     for node, title in (
         ("SpargeProfileLoad", "Load Sparge Profile"),
         ("SpargeAttentionReport", "Sparge Attention Report"),
-        ("SpargeAttentionBlockMap", "Sparge Attention Block Map"),
-        ("SpargeGPUBenchmark", "Sparge GPU Benchmark"),
         ("SpargeAttentionCompare", "Sparge Attention Compare"),
         ("SpargeCogVideoXLoad", "Load CogVideoX"),
         ("SpargeAttentionWanVideoWrapper", "Sparge Attention for WanVideoWrapper"),

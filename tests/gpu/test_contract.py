@@ -31,7 +31,6 @@ from sparge.common.metrics import rel_l2
 from sparge.head_settings import KEPT_TABLES
 from sparge.kernels import Element, KernelSpec, capabilities, native_element
 from sparge.order import copies as order_copies
-from sparge.stages import pipeline
 from sparge.stages.rules import NO_ORDER, AttendRules, QuantizeRules, RouteRules, Select
 from sparge.stats import Counter
 from sparge.tune import Measurement, Workload, kernel_measure
@@ -105,18 +104,6 @@ def test_a_plan_saves_its_launch(qkv: Operands, launched: list[KernelSpec]) -> N
     launched.clear()
     attention(*qkv, HALF, plan=plan)
     assert [spec.entry for spec in launched] == ["means", "quantize", own_attend()]
-
-
-@pytest.mark.parametrize("groups", [1, 2])
-def test_stats_give_the_map_of_a_call(make_qkv, monkeypatch, groups: int) -> None:
-    needed = pipeline._memory_needed
-    monkeypatch.setattr(pipeline, "_memory_limit", lambda call: needed(call) // groups)
-    q, k, v = make_qkv(2, 8, 2048, 64, kv_heads=4, device="cuda")
-    plan, stats = sparge.make_plan(q, k, HALF), sparge.AttentionStats("cuda")
-    stats.block_maps = maps = []
-    attention(q, k, v, HALF, stats=stats)
-    assert len(maps) == groups
-    assert torch.equal(torch.cat(maps, 1), plan.block_map)
 
 
 def test_the_path_that_was_asked_for_runs(make_qkv, launched: list[KernelSpec]) -> None:

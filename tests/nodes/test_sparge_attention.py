@@ -82,8 +82,6 @@ def test_the_extension_offers_the_node(load_pack, node):
         "SpargeAttention",
         "SpargeProfileLoad",
         "SpargeAttentionReport",
-        "SpargeAttentionBlockMap",
-        "SpargeGPUBenchmark",
         "SpargeAttentionCompare",
         "SpargeCogVideoXLoad",
         "SpargeAttentionWanVideoWrapper",
