@@ -12,7 +12,7 @@ Every parameter is honoured, or refused with `Unsupported` and a reason. What di
 * head_dim up to 128, any sequence length, and grouped-query heads are accepted.
 * all heads are tuned at once, with the calls that later run.
 
-The modules have upstream's names: `core`, `utils`, `autotune`.
+The modules have upstream's names: `core`, `autotune`.
 """
 
 from .core import (

@@ -1,4 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-from sparge.compat.unserved import refuse
-
-refuse(__name__)
