@@ -10,7 +10,7 @@ Every parameter is honoured, or refused with `Unsupported` and a reason. What di
 * `mask_id` has 128 x 64 blocks on every GPU; one of 64 x 128 blocks is read as well.
 * the returned sparsity is 1 - kept / valid query-key pairs, forced blocks counted as kept.
 * head_dim up to 128, any sequence length, and grouped-query heads are accepted.
-* all heads are tuned at once, with the calls that later run.
+* tuned files are loaded; nothing is tuned here.
 
 The modules have upstream's names: `core`, `autotune`.
 """

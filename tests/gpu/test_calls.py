@@ -16,8 +16,6 @@ from torch.nn.functional import scaled_dot_product_attention
 import sparge
 from sparge import AttentionStats, BlockPlan, HeadSettings, Precision, SparsePolicy, key_padding
 from sparge.common.metrics import rel_l2
-from sparge.compat.autotune import SparseAttentionMeansim
-from sparge.compat.tuning import relative_l1
 from tests.gpu.conftest import Kernels, every_kernel, no_waits
 from tests.test_causal import assert_same_rows, dense, visible
 
@@ -194,22 +192,3 @@ def test_many_queries_of_one_key_head(generator: torch.Generator) -> None:
     out = attention(q, k, v, policy)[:, :, rows]
     truth = scaled_dot_product_attention(some.float(), k.float(), v.float(), enable_gqa=True)
     assert rel_l2(out, truth) < 0.01
-
-
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize(("tune_pv", "bound"), [(True, 0.07), (False, 0.06)])
-def test_heads_tuned_as_upstream_tunes_keep_to_their_bound(
-    generator: torch.Generator, head_dim: int, tune_pv: bool, bound: float
-) -> None:
-    kinds = torch.randn(1, 4, 16, 1, head_dim, generator=generator)
-    noise = 0.3 * torch.randn(2, 4, 16, 125, head_dim, generator=generator)
-    around = (kinds + noise).flatten(2, 3).bfloat16().cuda()
-    v = torch.randn(1, 4, 2000, head_dim, generator=generator).bfloat16().cuda()
-    q, k = 0.7 * around[:1], around[1:]
-    attend = SparseAttentionMeansim(l1=0.06, pv_l1=0.07, tune_pv=tune_pv)
-    exact = attend(q, k, v, tune_mode=True)
-    assert torch.equal(exact, scaled_dot_product_attention(q, k, v))
-    out, sparsity = attend(q, k, v, return_sparsity=True)
-    assert sparsity > 0.1
-    assert attend.is_sparse is not None and attend.is_sparse.any()  # E4M3 may err more than a bound
-    assert (relative_l1(out, exact) < bound).all()
