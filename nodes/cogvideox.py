@@ -1,22 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CogVideoX models from their files to ComfyUI."""
+"""CogVideoX models from their published files to ComfyUI, which has other names for the tensors."""
 
 from __future__ import annotations
 
-import logging
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from ..sparge.cogvideox.conversion import Conversion, convert, has_core_names
-from ..sparge.cogvideox.json_text import ConversionError
-from ..sparge.cogvideox.layout import core_name
-from ..sparge.cogvideox.shards import all_shards
-from ..sparge.cogvideox.tensor_file import NewTensor
 from .host_models import model_of_tensors, tensors_of_file
-
-logger = logging.getLogger("sparge")
 
 #: Types that weights may be kept in, as ComfyUI's own loader names them, and what that asks for.
 WEIGHT_DTYPES: dict[str, dict[str, Any]] = {
@@ -25,47 +19,88 @@ WEIGHT_DTYPES: dict[str, dict[str, Any]] = {
     "fp8_e4m3fn_fast": {"dtype": torch.float8_e4m3fn, "fp8_optimizations": True},
     "fp8_e5m2": {"dtype": torch.float8_e5m2},
 }
+SUFFIX = ".safetensors"
+_SHARD = re.compile(rf"(.+)-(\d{{5}})-of-(\d{{5}})\{SUFFIX}", re.IGNORECASE)
+#: By which ComfyUI knows the model, and its positions.
+SIGN, POSITIONS = "blocks.0.norm1.linear.weight", "patch_embed.pos_embedding"
+#: Parts of names in the files of diffusers, and what ComfyUI calls them.
+_RENAMED = (
+    (r"^transformer_blocks\.", "blocks."),
+    (r"^(time|ofs)_embedding\.linear_", r"\1_embedding_linear_"),
+    (r"\.attn1\.to_out\.0\.", ".attn_out."),
+    (r"\.attn1\.(?:to_)?(q|k|v|norm_q|norm_k)\.", r".\1."),
+    (r"\.ff\.net\.0\.proj\.", ".ff_proj."),
+    (r"\.ff\.net\.2\.", ".ff_out."),
+)
+
+
+def is_later_shard(name: str) -> bool:
+    """Whether a file is one of several, and not the first."""
+    return bool((found := _SHARD.fullmatch(name)) and int(found[2]) > 1)
 
 
 def load_cogvideox(path: str, weight_dtype: str, disable_dynamic: bool = False) -> Any:
-    """ComfyUI's model of a published file, or of the first of several, or of a file that ComfyUI
-    loads as it is. Tensors stay in the mapped files until ComfyUI copies them into the model.
+    """ComfyUI's model of a published file, or of one of several, or of a file that has ComfyUI's
+    names. Tensors stay in the mapped files until ComfyUI copies them into the model.
 
-    Raises ConversionError for files that are damaged, or are not all there, or of no CogVideoX
-    transformer; OSError where one cannot be read.
+    Raises ValueError for files that are not all there or of no CogVideoX transformer.
     """
-    shards = all_shards(Path(path))
-    as_it_is = any(map(has_core_names, shards))
-    conversion = None if as_it_is else convert(shards)
     tensors, metadata = {}, None
-    for shard in shards:
-        found, metadata = _read(shard)
+    for shard in _all_shards(Path(path)):
+        try:
+            found, metadata = tensors_of_file(shard)
+        except Exception as error:  # readers of safetensors have errors of their own
+            raise ValueError(f"{shard.name} cannot be read ({error}); download it again") from error
         tensors |= found
-    if conversion:
-        tensors = _renamed(tensors, conversion)
-        logger.info("[Sparge] %s: %s", shards[0].name, conversion.summary)
+    if not any(f".{name}".endswith(f".{SIGN}") for name in tensors):
+        tensors = _with_positions({core_name(name): x for name, x in tensors.items()})
     model = model_of_tensors(tensors, metadata, WEIGHT_DTYPES[weight_dtype], disable_dynamic)
     if type(getattr(model, "model", None)).__name__ != "CogVideoX":
-        raise ConversionError("ComfyUI finds no CogVideoX transformer in it")
+        raise ValueError("ComfyUI finds no CogVideoX transformer in it")
     # ComfyUI makes further copies of a model with this, one for each GPU.
     model.cached_patcher_init = (load_cogvideox, (path, weight_dtype))
     return model
 
 
-def _read(shard: Path) -> tuple[dict[str, torch.Tensor], dict[str, str] | None]:
-    try:
-        return tensors_of_file(shard)
-    except Exception as error:  # readers of safetensors have errors of their own
-        raise ConversionError(
-            f"{shard.name} cannot be read ({error}); download it again"
-        ) from error
+def core_name(name: str) -> str:
+    """ComfyUI's name for a parameter of diffusers' CogVideoXTransformer3DModel."""
+    for pattern, renamed in _RENAMED:
+        name = re.sub(pattern, renamed, name)
+    return name
 
 
-def _renamed(tensors: dict[str, torch.Tensor], conversion: Conversion) -> dict[str, torch.Tensor]:
-    """The tensors under core's names, and those that no file holds."""
-    made = {
-        name: torch.frombuffer(tensor.data, dtype=torch.float32).view(tensor.shape)
-        for name, tensor in conversion.tensors.items()
-        if isinstance(tensor, NewTensor)
-    }
-    return made | {core_name(name): tensor for name, tensor in tensors.items()}
+def _all_shards(path: Path) -> list[Path]:
+    """The files that make one model with a file, in order."""
+    if not (found := _SHARD.fullmatch(path.name)):
+        return [path]
+    names = (f"{found[1]}-{i:05}-of-{found[3]}{SUFFIX}" for i in range(1, int(found[3]) + 1))
+    shards = [path.with_name(name) for name in names]
+    if missing := [shard.name for shard in shards if not shard.is_file()]:
+        raise ValueError(f"{missing[0]} is not beside it; put all files of a model in one folder")
+    return shards
+
+
+def _with_positions(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors under ComfyUI's names, with the table of positions that CogVideoX-2B has no file of:
+    without one ComfyUI takes the positions for rotary."""
+    if SIGN not in tensors:
+        raise ValueError("this is no CogVideoX transformer")
+    rotary = (width := tensors[SIGN].shape[0] // 6) == 48 * 64
+    if rotary and POSITIONS in tensors:
+        raise ValueError("ComfyUI would give noise for two kinds of positions (CogVideoX-5b-I2V)")
+    return tensors if rotary or POSITIONS in tensors else tensors | {POSITIONS: _table(width)}
+
+
+def _table(width: int) -> Tensor:
+    """(1, tokens, width): zero for 226 of text, then sines and cosines of 13 frames x 30 x 45. A
+    quarter of the channels is of the frame, the rest of the column and of the row."""
+
+    def waves(count: int, channels: int, scale: float) -> Tensor:
+        rates = 10000.0 ** -(torch.arange(channels // 2, dtype=torch.float64) * 2 / channels)
+        angles = torch.arange(count, dtype=torch.float64)[:, None] / scale * rates
+        return torch.cat([angles.sin(), angles.cos()], -1)
+
+    time, x, y = waves(13, width // 4, 1), *(waves(n, 3 * width // 8, 1.875) for n in (45, 30))
+    grid = (time[:, None, None], x[None, None], y[None, :, None])
+    video = torch.cat([part.expand(13, 30, 45, -1) for part in grid], -1).flatten(0, 2)
+    return torch.cat([video.new_zeros(226, width), video])[None].float()

@@ -7,9 +7,7 @@ from pathlib import Path
 
 from comfy_api.latest import io
 
-from ..sparge.cogvideox.json_text import ConversionError
-from ..sparge.cogvideox.shards import SUFFIX, is_later_shard
-from .cogvideox import WEIGHT_DTYPES, load_cogvideox
+from .cogvideox import SUFFIX, WEIGHT_DTYPES, is_later_shard, load_cogvideox
 from .host_models import DIFFUSION_MODELS, file_names, file_path
 
 ACCEPTED = (
@@ -67,7 +65,7 @@ class SpargeCogVideoXLoad(io.ComfyNode):
         """Refuses a file that is not there, before anything runs. None: another node names it."""
         try:
             return model_name is None or bool(_file(model_name))
-        except ConversionError as error:
+        except ValueError as error:
             return str(error)
 
     @classmethod
@@ -75,17 +73,17 @@ class SpargeCogVideoXLoad(io.ComfyNode):
         file = _file(model_name or "")  # null where the list is empty
         try:
             return io.NodeOutput(load_cogvideox(str(file), weight_dtype))
-        except (ConversionError, OSError) as error:
-            raise ConversionError(f"{model_name} was not loaded: {error}. {ACCEPTED}") from error
+        except (ValueError, OSError) as error:
+            raise ValueError(f"{model_name} was not loaded: {error}. {ACCEPTED}") from error
 
 
 def _file(name: str) -> Path:
-    """Raises ConversionError where no such file may be chosen."""
+    """Raises ValueError where no such file may be chosen."""
     if name and not name.lower().endswith(SUFFIX):
-        raise ConversionError(
+        raise ValueError(
             f"{name} is no {SUFFIX} file, and other formats can run code when opened. {ACCEPTED}"
         )
     if not (path := file_path(DIFFUSION_MODELS, name)):
         given = f"{name} is not in models/diffusion_models" if name else "no file was chosen"
-        raise ConversionError(f"{given}. {ACCEPTED}")
+        raise ValueError(f"{given}. {ACCEPTED}")
     return path

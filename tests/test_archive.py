@@ -27,13 +27,10 @@ WHY_NOT = ("" if COMFY else "needs comfy-cli; name its program `comfy` in COMFY_
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 
 #: Folders of which each file is used by somebody.
-WHOLE = (
-    *("assets", "csrc", "nodes", "shim", "sparge", "subgraphs", "web", "workflows"),
-    "tools/convert_cogvideox",
-)
+WHOLE = (*("assets", "csrc", "nodes", "shim", "sparge", "subgraphs", "web", "workflows"),)
 #: The rest, but for translations.
 SINGLE = {
-    *("__init__.py", "install.py", "pyproject.toml", "requirements.txt", "tools/__init__.py"),
+    *("__init__.py", "install.py", "pyproject.toml", "requirements.txt"),
     *("LICENSE", "README.md", "CHANGELOG.md"),
     *("docs/guide.md", "docs/how-it-works.md", "docs/library.md"),
     *("docs/hosts/diffusers.md", "docs/hosts/parallel.md"),

@@ -61,7 +61,6 @@ def offences(folder: str, allowed: set[str], without: str = "") -> list[str]:
     [
         ("sparge/integrations", {"sparge"} | LIBRARY_NEEDS | HOSTS),
         ("nodes", {"sparge", "torch"} | COMFYUI | COMFYUI_BRINGS),
-        ("tools/convert_cogvideox", {"tools", "sparge", "numpy"}),
     ],
 )
 def test_a_folder_imports_what_is_below_it(folder: str, allowed: set[str]) -> None:

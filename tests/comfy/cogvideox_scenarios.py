@@ -1,32 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny CogVideoX from its published files and from a converted one. Each scenario returns plain
-JSON values."""
+"""A tiny CogVideoX from its published files. Each scenario returns plain JSON values."""
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import comfy.model_patcher
+import comfy.utils
+import folder_paths
 import nodes as comfy_nodes
 import torch
 from session import replaced, sample
 
 
-def cogvideox_loaded(
-    published: str, converted: str, weight_dtype: str, dynamic_vram: bool
-) -> dict[str, Any]:
+def cogvideox_loaded(published: str, weight_dtype: str, dynamic_vram: bool) -> dict[str, Any]:
     """The model of our node beside that of ComfyUI's. With DynamicVRAM, ComfyUI makes the tensors
     of the file the model's parameters; else it copies."""
     node = comfy_nodes.NODE_CLASS_MAPPINGS["SpargeCogVideoXLoad"]
     with replaced(comfy.model_patcher.ModelPatcher, "is_dynamic", lambda self: dynamic_vram):
         ours = node.execute(published, weight_dtype).args[0]
-        (core,) = comfy_nodes.UNETLoader().load_unet(converted, weight_dtype)
+        with tempfile.TemporaryDirectory() as folder:
+            saved = str(Path(folder) / "core.safetensors")
+            plain = node.execute(published).args[0].model.diffusion_model.state_dict()
+            comfy.utils.save_torch_file(plain, saved)
+            with replaced(folder_paths, "get_full_path_or_raise", lambda kind, name: saved):
+                (core,) = comfy_nodes.UNETLoader().load_unet("core", weight_dtype)
     load, given = ours.cached_patcher_init
     copied, *models = load(*given, disable_dynamic=True), ours, core
     states = [each.model.diffusion_model.state_dict() for each in (copied, *models)]
     outputs = [sample(each, "cogvideox") for each in models]
     return {
+        "tensors": len(states[0]),
         "offered": node.define_schema().inputs[0].options,
         "dtypes": node.define_schema().inputs[1].options,
         "core's dtypes": comfy_nodes.UNETLoader.INPUT_TYPES()["required"]["weight_dtype"][0],

@@ -3,19 +3,18 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
-from tests.convert.parts import ROTARY, SINCOS, published, write_model
+from tests.cogvideox_files import ROTARY, published, write_model
 from tests.nodes.stand_ins import folder_paths, model_loading
-from tools.convert_cogvideox.convert import main
 
 FIRST = "cog/transformer/diffusion_pytorch_model-00001-of-00002.safetensors"
 SECOND = FIRST.replace("00001", "00002")
@@ -42,18 +41,6 @@ def state(generator: torch.Generator) -> dict[str, torch.Tensor]:
     return published(generator)
 
 
-@pytest.fixture
-def converted(models: Path) -> Callable[[], dict[str, torch.Tensor]]:
-    """converted(): what the command makes of the model in the folder cog."""
-
-    def convert() -> dict[str, torch.Tensor]:
-        out = models.parent / "converted.safetensors"
-        assert main([str(models / "cog"), "--out", str(out)]) == 0
-        return load_file(out)
-
-    return convert
-
-
 def assert_same(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
     assert got.keys() == wanted.keys()
     for name, tensor in wanted.items():
@@ -74,30 +61,61 @@ def test_the_face_of_the_node(node: Any, models: Path, state: dict[str, torch.Te
     assert all(each.tooltip for each in [*schema.inputs, *schema.outputs])
 
 
-@pytest.mark.parametrize("config", [ROTARY, SINCOS], ids=["5b", "2b"])
+@pytest.fixture
+def renamed(load_pack: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The state under ComfyUI's names."""
+    core_name = load_pack("nodes.cogvideox").core_name
+    return {core_name(name): tensor for name, tensor in state.items()}
+
+
+@pytest.mark.parametrize(
+    ("published", "core"),
+    [
+        ("transformer_blocks.29.attn1.to_q.weight", "blocks.29.q.weight"),
+        ("transformer_blocks.0.attn1.to_out.0.bias", "blocks.0.attn_out.bias"),
+        ("transformer_blocks.1.attn1.norm_k.bias", "blocks.1.norm_k.bias"),
+        ("transformer_blocks.1.norm1.linear.weight", "blocks.1.norm1.linear.weight"),
+        ("transformer_blocks.1.ff.net.0.proj.weight", "blocks.1.ff_proj.weight"),
+        ("transformer_blocks.1.ff.net.2.weight", "blocks.1.ff_out.weight"),
+        ("time_embedding.linear_1.weight", "time_embedding_linear_1.weight"),
+        ("ofs_embedding.linear_2.bias", "ofs_embedding_linear_2.bias"),
+        ("patch_embed.proj.weight", "patch_embed.proj.weight"),
+    ],
+)
+def test_names(load_pack: Any, published: str, core: str) -> None:
+    assert load_pack("nodes.cogvideox").core_name(published) == core
+
+
 @pytest.mark.parametrize("chosen", [FIRST, SECOND])
-def test_shards_become_what_the_command_makes_of_them(node, models, state, converted, config,
-                                                      chosen) -> None:  # fmt: skip
-    write_model(models / "cog", state, config)
+def test_shards_get_core_names_and_2b_its_positions(node, models, state, renamed, chosen) -> None:
+    """As diffusers makes them: channels of 1 frame, 3 columns, 3 rows in eighths."""
+    write_model(models / "cog", state, ROTARY)
     assert node.validate_inputs(chosen) is True
     (model,) = node.execute(chosen)
-    assert_same(model.state, converted())
+    table = model.state.pop("patch_embed.pos_embedding")
+    assert_same(model.state, renamed)
     assert model.options == {} and model.disable_dynamic is False
+    assert table.shape == (1, 226 + 13 * 30 * 45, 128) and not table[:, :226].any()
+    video = table[0, 226:].view(13, 30, 45, 128)
+    last = video[12, 29, 44]
+    assert last[[0, 16]].tolist() == pytest.approx([math.sin(12), math.cos(12)], abs=1e-6)
+    assert last[[32, 56]].tolist() == pytest.approx([f(44 / 1.875) for f in (math.sin, math.cos)])
+    assert last[[80, 104]].tolist() == pytest.approx([f(29 / 1.875) for f in (math.sin, math.cos)])
 
 
-def test_one_file_and_a_converted_one_load_alike(node, models, state, converted) -> None:
+def test_5b_has_rotary_positions_alone(node, models, state) -> None:
+    state["transformer_blocks.0.norm1.linear.weight"] = torch.zeros(6 * 48 * 64, 1)
     write_model(models / "cog", state, ROTARY)
-    wanted = converted()
-    (models / "one").mkdir()
-    save_file(state, models / "one" / "cog.safetensors")
-    (models / "one" / "config.json").write_text((models / Path(FIRST).parent / "config.json")
-                                                .read_text())  # fmt: skip
-    save_file(wanted, models / "converted.safetensors")
-    prefixed = {f"model.diffusion_model.{name}": tensor for name, tensor in wanted.items()}
+    assert "patch_embed.pos_embedding" not in node.execute(FIRST)[0].state
+    save_file(state | {"patch_embed.pos_embedding": torch.zeros(1)}, models / "i2v.safetensors")
+    with pytest.raises(ValueError, match="two kinds of positions"):
+        node.execute("i2v.safetensors")
+
+
+def test_a_converted_file_loads_as_it_is(node, models, renamed) -> None:
+    prefixed = {f"model.diffusion_model.{name}": tensor for name, tensor in renamed.items()}
     scale = {"scaled_fp8": torch.zeros(2, dtype=torch.uint8)}  # ComfyUI's affair
     save_file(prefixed | scale, models / "prefixed.safetensors", {"by": "another tool"})
-    assert_same(node.execute("one/cog.safetensors")[0].state, wanted)
-    assert_same(node.execute("converted.safetensors")[0].state, wanted)
     (model,) = node.execute("prefixed.safetensors")
     assert_same(model.state, prefixed | scale)
     assert model.metadata == {"by": "another tool"}
@@ -128,13 +146,12 @@ def test_what_cannot_be_loaded_is_said(node, models, state) -> None:
     refusal(None, "no file was chosen")
     refusal("gone.safetensors", "gone.safetensors is not in models/diffusion_models")
     shards[1].rename(models / "second")
-    refusal(FIRST, "00002-of-00002.safetensors of the 2 files of this model is not beside it",
-            "put all of them in one folder")  # fmt: skip
+    refusal(FIRST, "00002-of-00002.safetensors is not beside it", "in one folder")
     data = (models / "second").read_bytes()
     shards[1].write_bytes(data[:-100])
-    refusal(FIRST, "00002-of-00002.safetensors is cut off inside", "download it again")
+    refusal(FIRST, "00002-of-00002.safetensors cannot be read", "download it again")
     shards[1].write_bytes(b"<html>not found</html>")
-    refusal(FIRST, "00002-of-00002.safetensors is not a safetensors file")
+    refusal(FIRST, "00002-of-00002.safetensors cannot be read")
     shards[1].write_bytes(data)
     save_file({"double_blocks.0.x": torch.zeros(2)}, models / "flux.safetensors")
     refusal("flux.safetensors", "flux.safetensors was not loaded", "no CogVideoX transformer")
@@ -144,17 +161,6 @@ def test_what_cannot_be_loaded_is_said(node, models, state) -> None:
     save_file(known, models / "cut.safetensors")
     (models / "cut.safetensors").write_bytes((models / "cut.safetensors").read_bytes()[:-1])
     refusal("cut.safetensors", "cut.safetensors cannot be read", "download it again")
-    (models / "x-00003-of-00002.safetensors").touch()
-    refusal("x-00003-of-00002.safetensors", "counts files that cannot be: 00003 of 00002")
-    (models / "x-00001-of-99999.safetensors").touch()
-    refusal("x-00001-of-99999.safetensors", "and 99995 more of the 99999 files")
-
-
-def test_positions_of_another_models_config_are_not_taken(node, models, state) -> None:
-    """Many models may lie in one folder."""
-    write_model(models / "cog", state, SINCOS | {"num_attention_heads": 30})
-    with pytest.raises(ValueError, match=r"model with 30 heads, and these weights have 2; put"):
-        node.execute(FIRST)
 
 
 def test_names_are_refused_before_anything_runs(node, models) -> None:
