@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,8 @@ def load_cogvideox(path: str, weight_dtype: str, disable_dynamic: bool = False) 
             raise ValueError(f"{shard.name} cannot be read ({error}); download it again") from error
         tensors |= found
     if not any(f".{name}".endswith(f".{SIGN}") for name in tensors):
-        tensors = _with_positions({core_name(name): x for name, x in tensors.items()})
+        tensors = {core_name(name): x for name, x in tensors.items()}
+        tensors = _with_positions(tensors, Path(path).with_name("config.json"))
     model = model_of_tensors(tensors, metadata, WEIGHT_DTYPES[weight_dtype], disable_dynamic)
     if type(getattr(model, "model", None)).__name__ != "CogVideoX":
         raise ValueError("ComfyUI finds no CogVideoX transformer in it")
@@ -80,12 +82,14 @@ def _all_shards(path: Path) -> list[Path]:
     return shards
 
 
-def _with_positions(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _with_positions(tensors: dict[str, Tensor], config: Path) -> dict[str, Tensor]:
     """Tensors under ComfyUI's names, with the table of positions that CogVideoX-2B has no file of:
     without one ComfyUI takes the positions for rotary."""
     if SIGN not in tensors:
         raise ValueError("this is no CogVideoX transformer")
-    rotary = (width := tensors[SIGN].shape[0] // 6) == 48 * 64
+    width = tensors[SIGN].shape[0] // 6
+    said = json.loads(config.read_text("utf-8")) if config.is_file() else {}
+    rotary = said.get("use_rotary_positional_embeddings", width == 48 * 64)
     if rotary and POSITIONS in tensors:
         raise ValueError("ComfyUI would give noise for two kinds of positions (CogVideoX-5b-I2V)")
     return tensors if rotary or POSITIONS in tensors else tensors | {POSITIONS: _table(width)}

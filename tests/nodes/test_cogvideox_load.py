@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.cogvideox_files import ROTARY, published, write_model
+from tests.cogvideox_files import ROTARY, SINCOS, published, write_model
 from tests.nodes.stand_ins import folder_paths, model_loading
 
 FIRST = "cog/transformer/diffusion_pytorch_model-00001-of-00002.safetensors"
@@ -89,7 +89,7 @@ def test_names(load_pack: Any, published: str, core: str) -> None:
 @pytest.mark.parametrize("chosen", [FIRST, SECOND])
 def test_shards_get_core_names_and_2b_its_positions(node, models, state, renamed, chosen) -> None:
     """As diffusers makes them: channels of 1 frame, 3 columns, 3 rows in eighths."""
-    write_model(models / "cog", state, ROTARY)
+    write_model(models / "cog", state, SINCOS)
     assert node.validate_inputs(chosen) is True
     (model,) = node.execute(chosen)
     table = model.state.pop("patch_embed.pos_embedding")
@@ -104,9 +104,9 @@ def test_shards_get_core_names_and_2b_its_positions(node, models, state, renamed
 
 
 def test_5b_has_rotary_positions_alone(node, models, state) -> None:
-    state["transformer_blocks.0.norm1.linear.weight"] = torch.zeros(6 * 48 * 64, 1)
     write_model(models / "cog", state, ROTARY)
     assert "patch_embed.pos_embedding" not in node.execute(FIRST)[0].state
+    state["transformer_blocks.0.norm1.linear.weight"] = torch.zeros(6 * 48 * 64, 1)
     save_file(state | {"patch_embed.pos_embedding": torch.zeros(1)}, models / "i2v.safetensors")
     with pytest.raises(ValueError, match="two kinds of positions"):
         node.execute("i2v.safetensors")
