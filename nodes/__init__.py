@@ -15,13 +15,11 @@ class SpargeExtension(ComfyExtension):
         from .sparge_attention import SpargeAttention
         from .sparge_cogvideox_load import SpargeCogVideoXLoad
         from .sparge_compare import SpargeAttentionCompare
-        from .sparge_profile_load import SpargeProfileLoad
         from .sparge_report import SpargeAttentionReport
         from .sparge_wan_wrapper import SpargeAttentionWanVideoWrapper
 
         return [
             SpargeAttention,
-            SpargeProfileLoad,
             SpargeAttentionReport,
             SpargeAttentionCompare,
             SpargeCogVideoXLoad,

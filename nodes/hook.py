@@ -15,13 +15,12 @@ from ..sparge import capabilities
 from ..sparge.common.closures import leads_to
 from ..sparge.common.compiling import is_traced_whole, untraced
 from ..sparge.kernels.warmup import Warmup, warm_up
-from ..sparge.sampling import NamedProfile, RunResult
-from ..sparge.tune import FAILED, Fingerprint
+from ..sparge.sampling import RunResult
+from ..sparge.tune import FAILED
 from . import host, report
 from .attention_call import AttentionCall
 from .forward import Forward
 from .layer_counter import COUNTER_KEY
-from .profiles import fingerprint_of
 from .run_state import Run
 from .settings import Settings
 
@@ -59,12 +58,9 @@ class Hook:
     """Hook of one execution of the node. A run's state is in the run's options; what stays here is
     the result of the last one."""
 
-    def __init__(
-        self, settings: Settings, node_id: str | None, profile: NamedProfile | None = None
-    ) -> None:
+    def __init__(self, settings: Settings, node_id: str | None) -> None:
         self.settings = settings
         self.node_id = node_id
-        self.profile = profile
         self.last: RunResult | None = None
         self.last_shape: tuple[int, ...] | None = None
         """Shape of the latent that the last run gave; None where it gave none or several."""
@@ -93,24 +89,16 @@ class Hook:
         options = guider.model_options["transformer_options"]
         found = options.get(OVERRIDE_KEY)
         sampling = guider.model_patcher.get_model_object("model_sampling")
-        fingerprint = fingerprint_of(guider.model_patcher) if self.settings.aim else None
-        profile, remark = None, ""
-        if self.profile is not None:
-            profile, remark = self.profile.usable_for(fingerprint, self.settings.aim)
         device = guider.model_patcher.load_device
         run = Run(
             self.settings,
             sampling,
             owner=self,
-            profile=profile,
             schedule=host.step_sigmas(args, kwargs),
             model=guider.model_patcher.model,
             device=device,
-            profile_name=self.profile.name if self.profile else "",
             show=self.show,
         )
-        if remark:
-            run.note(remark)
         if any(CORE_SPARSE_KEY in by_key for by_key in options.get("callbacks", {}).values()):
             run.note(
                 "ComfyUI's Model Sparse Attention is on the same model and wins, being outside of "
@@ -131,7 +119,7 @@ class Hook:
             options.pop(OVERRIDE_KEY, None)
             if found is not None:
                 options[OVERRIDE_KEY] = found
-            self._report(run, fingerprint, stopped=not finished)
+            self._report(run, stopped=not finished)
             run.session.end()
 
     def predict_noise(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -204,10 +192,10 @@ class Hook:
         mark: Mark | None = getattr(item, MARK, None)
         return mark is not None and mark.hook is self
 
-    def _report(self, run: Run, fingerprint: Fingerprint | None, stopped: bool) -> None:
+    def _report(self, run: Run, stopped: bool) -> None:
         self.last = None  # if this report fails, the one before must not pass for it
         try:
-            self.last = run.result(fingerprint, stopped)
+            self.last = run.result(stopped)
             report.publish(self.last, self.node_id)
         except Exception:  # the run's own outcome, good or bad, matters more than the report
             logger.exception("[Sparge] the report failed")

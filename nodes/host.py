@@ -9,22 +9,17 @@ import importlib.metadata
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import comfy.model_management
 import torch
 
 from ..sparge.speed import Backend
-from ..sparge.tune.profile_path import SUFFIX
-from .host_models import file_names
 
 #: Wrapper points of comfy.patcher_extension.WrappersMP that this pack uses.
 OUTER_SAMPLE = "outer_sample"
 APPLY_MODEL = "apply_model"
 PREDICT_NOISE = "predict_noise"
-#: Name of profiles among ComfyUI's kinds of models, and of their folder.
-PROFILES = "sparge_profiles"
 #: Packages that ComfyUI's functions for attention call.
 _PACKAGES = {
     "attention_sage": "sageattention", "attention_xformers": "xformers",
@@ -106,29 +101,3 @@ def _version(name: str) -> tuple[str, ...]:
     with contextlib.suppress(KeyError, importlib.metadata.PackageNotFoundError):
         return (importlib.metadata.version(_PACKAGES[name]),)
     return ()
-
-
-def profile_folder() -> Path:
-    """Folder that profiles of measured heads are saved in; it may not exist yet. It is the first of
-    those that ComfyUI looks for them in, which extra_model_paths.yaml may add to."""
-    import folder_paths
-
-    folder = Path(folder_paths.models_dir) / PROFILES
-    folder_paths.add_model_folder_path(PROFILES, str(folder), is_default=True)
-    return folder
-
-
-def profile_names() -> list[str]:
-    """Names of the files with profiles, as `file_names` has them."""
-    profile_folder()
-    return [name for name in file_names(PROFILES) if name.lower().endswith(SUFFIX)]
-
-
-def profile_file(name: str) -> Path | None:
-    """File of a profile, named with or without its suffix; None for what is not in the list, so
-    that no name leads out of the folders."""
-    import folder_paths
-
-    known = {name, name + SUFFIX}.intersection(profile_names())
-    found = [folder_paths.get_full_path(PROFILES, each) for each in known]
-    return next((Path(path) for path in found if path), None)

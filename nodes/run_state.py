@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..sparge import sampling
-from ..sparge.tune import Conditioning, Profile, Progress, SigmaWindow
+from ..sparge.tune import Conditioning, Progress, SigmaWindow
 from .host import exact_attention, exact_backend, untracked_allocations
 from .layer_counter import ReplacedBlocks
 from .settings import Settings
@@ -29,15 +29,13 @@ class Run(sampling.Run):
         settings: Settings,
         model_sampling: Any,
         owner: object,
-        profile: Profile | None = None,
         schedule: Sequence[float] = (),
         model: object = None,
         device: torch.device | None = None,
-        profile_name: str = "",
         show: Callable[[str], None] = _ignored,
     ) -> None:
         """Starts a run. schedule: noise level of each step, as far as it is known. model, device:
-        what is sampled, and where. profile_name: as the user knows it. show: shows a line under the
+        what is sampled, and where. show: shows a line under the
         node."""
         to_sigma = model_sampling.percent_to_sigma  # in force when sampling starts
         super().__init__(
@@ -46,8 +44,6 @@ class Run(sampling.Run):
             schedule,
             backend=exact_backend(),
             words=WORDS,
-            profile=profile,
-            profile_name=profile_name,
             untracked=untracked_allocations,
         )
         self.owner = owner

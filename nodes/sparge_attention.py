@@ -7,13 +7,11 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from ..sparge.checks.argument import check_kind
-from ..sparge.sampling import AUTO_BUDGET, AUTO_QUALITY, MANUAL, QUALITIES, NamedProfile
+from ..sparge.sampling import AUTO_BUDGET, AUTO_QUALITY, MANUAL, QUALITIES
 from ..sparge.tune import LayerSpans
 from .hook import Hook
 from .host import inference_device
 from .settings import START_OF_NEW_NODES, Settings
-from .sparge_profile_load import ProfileSocket
 
 DEFAULT = Settings()
 
@@ -46,15 +44,6 @@ class SpargeAttention(io.ComfyNode):
             inputs=[
                 io.Model.Input("model", tooltip="The model to make faster."),
                 *_widgets(),
-                ProfileSocket.Input(
-                    "profile",
-                    optional=True,
-                    tooltip=(
-                        "What an earlier run measured, from Load Sparge Profile. Faster, because "
-                        "this run need not measure; truer without, because then this very "
-                        "run is measured."
-                    ),
-                ),
             ],
             outputs=[io.Model.Output(tooltip="The same model, made faster.")],
             hidden=[io.Hidden.unique_id],
@@ -76,14 +65,11 @@ class SpargeAttention(io.ComfyNode):
         cls,
         model: Any,
         mode: io.DynamicCombo.Type | str = DEFAULT.mode,
-        profile: NamedProfile | None = None,
         **widgets: Any,
     ) -> io.NodeOutput:
         settings = Settings.of_inputs(mode, widgets)
-        if profile is not None:  # the server does not look at what is no link
-            check_kind("profile", profile, NamedProfile, "the output of Load Sparge Profile")
         node_id = cls.hidden.unique_id if cls.hidden else None
-        hook = Hook(settings, node_id, profile)
+        hook = Hook(settings, node_id)
         hook.prepare_kernels(inference_device())
         patched = model.clone()
         hook.install(patched)

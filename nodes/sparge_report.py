@@ -1,29 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Node SpargeAttentionReport: what the last run did, and its profile on disk."""
+"""Node SpargeAttentionReport: what the last run did."""
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
 from comfy_api.latest import io
 
-from ..sparge.sampling import RunResult, details, save_profile, verdict
-from ..sparge.tune import ProfileError, profile_path
+from ..sparge.sampling import RunResult, details, verdict
 from .hook import hook_of
-from .host import profile_folder, show_on_node
-
-logger = logging.getLogger("sparge")
+from .host import show_on_node
 
 NO_NODE = "This model did not go through Sparge Attention, so there is nothing to report."
 NO_RUN = (
     "No sampler has run this model yet. Connect the latent of the sampler that uses it, so that "
     "the report comes after it."
 )
-#: ComfyUI makes this text of null in an API graph: no name.
-NULL = "None"
-NOT_SAVED_OF_ANOTHER = "No profile was saved, for it would be of another run than this latent."
 
 
 class SpargeAttentionReport(io.ComfyNode):
@@ -42,26 +35,13 @@ class SpargeAttentionReport(io.ComfyNode):
             category="model/patch",
             description=(
                 "Shows what Sparge Attention did in the last run, on the node itself: how much "
-                "each layer computed in each step, how far off it was, and why calls were dense. "
-                "It can save what was measured for Load Sparge Profile."
+                "each layer computed in each step, how far off it was, and why calls were dense."
             ),
             search_aliases=["sparse attention", "spargeattn", "statistics", "measurement"],
             inputs=[
                 io.Model.Input("model", tooltip="The model that Sparge Attention gave out."),
                 io.Latent.Input(
                     "latent", tooltip="The sampler's result: the report comes after it."
-                ),
-                io.String.Input(
-                    "save_profile",
-                    default="",
-                    optional=True,
-                    advanced=True,
-                    tooltip=(
-                        "Name for a file in models/sparge_profiles, which replaces one of that "
-                        "name; empty saves nothing. Runs that load it are faster, because they "
-                        "need not measure. Runs without it are truer, because each is measured "
-                        "itself."
-                    ),
                 ),
             ],
             outputs=[
@@ -74,25 +54,15 @@ class SpargeAttentionReport(io.ComfyNode):
         )
 
     @classmethod
-    def execute(cls, model: Any, latent: Any, save_profile: str = "") -> io.NodeOutput:
+    def execute(cls, model: Any, latent: Any) -> io.NodeOutput:
         hook = hook_of(model)
         if hook is None or hook.last is None:
             return cls._shown(latent, NO_NODE if hook is None else NO_RUN)
-        warnings, saved = [], []
+        warnings = []
         if other := _of_another_run(latent, hook.last_shape):
             warnings.append(other)
-        name = "" if save_profile.strip() == NULL else save_profile.strip()
-        if name and other:
-            warnings.append(NOT_SAVED_OF_ANOTHER)
-        elif name:
-            try:
-                saved.append(_save(hook.last, name))
-            except ProfileError as error:  # a finished clip is not lost for a name
-                logger.warning("[Sparge] %s", error)
-                warnings.append(f"No profile was saved: {error}")
-        text = "\n".join([details(hook.last), *warnings, *saved])
-        aside = [f"({each})" for each in saved]
-        lines = "\n".join([*warnings, verdict(hook.last), *aside])
+        text = "\n".join([details(hook.last), *warnings])
+        lines = "\n".join([*warnings, verdict(hook.last)])
         return cls._shown(latent, text, lines, hook.last)
 
     @classmethod
@@ -126,12 +96,3 @@ def _of_another_run(latent: Any, shape: tuple[int, ...] | None) -> str | None:
         f"This is the report of the last run, whose latent was {was}; the one given here is {now}, "
         "of an earlier run or changed since. Run the sampler again, and connect its own latent."
     )
-
-
-def _save(result: RunResult, name: str) -> str:
-    """Saves the profile and says so.
-
-    Raises:
-        ProfileError: it cannot be saved, or not under that name.
-    """
-    return save_profile(result, profile_path(profile_folder(), name))

@@ -52,7 +52,7 @@ class WrapperRun:
 
     def report(self) -> None:
         try:
-            result = self.run.result(None, stopped=not self.finished)
+            result = self.run.result(stopped=not self.finished)
             # Without its seconds: nobody knows what the pack's own attention would have taken.
             report.publish(replace(result, seconds=0.0), self.node_id)
         except Exception:

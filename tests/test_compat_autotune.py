@@ -25,7 +25,7 @@ def test_what_cannot_be_done_is_said(make_qkv) -> None:
         tuned_attention(l1=0.06)(*make_qkv())
     with pytest.raises(ValueError, match="no element mask"):
         tuned_attention()(*make_qkv(), mask=torch.ones(256, 256))
-    model = load(Layers(), upstreams_file())
+    load(model := Layers(), upstreams_file())
     with pytest.raises(ValueError, match="not tuned here"):
         model.attention(0)(*make_qkv(), tune_mode=True)
 

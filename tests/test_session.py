@@ -20,7 +20,6 @@ from sparge.tune import (
     Aim,
     Call,
     DenseOnce,
-    Fingerprint,
     Model,
     PassFacts,
     Plan,
@@ -272,21 +271,6 @@ def test_calls_of_one_size_may_have_other_exact_ends(qkv, aim: Aim | None) -> No
         assert isinstance(plan, Plan)
         found = plan.policy.exact_prefix, plan.policy.exact_suffix
         assert found == (ends or (GRID.prefix, GRID.suffix))
-
-
-def test_a_profile_serves_its_own_aim_alone(qkv) -> None:
-    session = session_of()
-    sampled(session, qkv, steps=3)
-    profile = session.profile(Fingerprint.of("toy", {"weight": torch.ones(4)}))
-    reasons = []
-    for aim in (BUDGET, Aim("quality", 0.1)):
-        remarks: list[str] = []
-        again = session_of(aim, steps=2, dense_steps=0, profile=profile, note=remarks.append)
-        running = again.begin_step(0, MODEL, "cpu")
-        running.attend(0, *qkv)
-        reasons.append((list(running.reasons), remarks))
-    measured = "The profile is for a mean density of 50 %, not for a mean error of 0.1, so this run"
-    assert reasons == [([], []), ([MEASURING], [f"{measured} measures"])]
 
 
 def test_a_session_that_has_ended_holds_no_order_on_the_device() -> None:

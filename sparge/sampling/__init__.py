@@ -4,7 +4,6 @@ call, and what is told when the run is over."""
 
 from .decision import CallFacts, GivenCall, Kind
 from .layout import Layer, TokenLayout
-from .named_profile import NamedProfile, save_profile
 from .result import RunResult
 from .run import Run, unusable_reason
 from .served_pass import Dense, ServedPass
@@ -25,7 +24,6 @@ __all__ = [
     "HostWords",
     "Kind",
     "Layer",
-    "NamedProfile",
     "Run",
     "RunResult",
     "ServedPass",
@@ -33,7 +31,6 @@ __all__ = [
     "TokenLayout",
     "Why",
     "details",
-    "save_profile",
     "short_lines",
     "summary",
     "unusable_reason",

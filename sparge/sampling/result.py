@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..tune import Profile, Report, Tally
+from ..tune import Report, Tally
 from .words import PLAIN, HostWords
 
 
@@ -18,11 +18,6 @@ class RunResult:
     """Densities and measured heads, as the session tells them."""
     stopped: bool = False
     notes: tuple[str, ...] = ()
-    profile: Profile | None = None
-    """Profile that this run measured, and that can be saved."""
-    from_profile: bool = False
-    """Whether settings of some shape came from a profile."""
-    profile_name: str = ""
     steps: int = 0
     """Number of steps of the schedule; 0 where that is not known."""
     seconds: float = 0.0

@@ -13,7 +13,7 @@ import torch
 from ..common.failures import Failures
 from ..kernels import capabilities
 from ..speed import Backend, known_table, speed_table
-from ..tune import Fingerprint, Profile, Session, SigmaWindow, Tally
+from ..tune import Session, SigmaWindow, Tally
 from ..tune.head_measuring import Untracked
 from ..tune.ways import SpeedOf, speed_matters
 from .layout import TokenLayout
@@ -33,15 +33,12 @@ class Run:
         *,
         backend: Backend,
         words: HostWords,
-        profile: Profile | None = None,
-        profile_name: str = "",
         untracked: Untracked = nullcontext,
         speed: SpeedOf | None = None,
     ) -> None:
         """Starts a run. window, schedule: noise levels that may be sparse, and that of each step,
-        as far as they are known. backend: what serves the host's exact calls. profile_name: as the
-        user knows it. untracked: as in `Session`, and speed, which asks for what this
-        process knows by default."""
+        as far as they are known. backend: what serves the host's exact calls.
+        untracked: as in `Session`, and speed, which asks for what this process knows by default."""
         self.settings = settings
         self.asked = settings.policy()
         """Policy for any device; `sparge.tune.fitted` makes it one's own."""
@@ -58,15 +55,13 @@ class Run:
             settings.aim,
             dense_steps=window.dense_steps(schedule),
             sparse_steps=window.sparse_steps(schedule),
-            profile=profile,
-            note=self.note,
             untracked=untracked,
             speed=speed or partial(known_table, backend=backend),
             exact_dense=settings.exact_dense,
         )
         self._began: float | None = None
         self._ended: float | None = None
-        self._words, self._profile_name = words, profile_name
+        self._words = words
         self._unusable: dict[torch.device, str] = {}
 
     @property
@@ -116,16 +111,13 @@ class Run:
         """Keeps the rest of the run dense on this device."""
         self._unusable.setdefault(device, reason)
 
-    def result(self, fingerprint: Fingerprint | None, stopped: bool) -> RunResult:
+    def result(self, stopped: bool) -> RunResult:
         """Result of the run when it is over. Waits for the GPU."""
         tables = self.session.chosen
         probes = [table.probe.totals[1] for table in tables if table.probe is not None]
         if not all(bool(totals.isfinite().all()) for totals in probes):
             # Sparse calls came before, so that nothing tells whose doing it is.
             self.note(self._words.not_finite_later)
-        profile = None
-        if fingerprint is not None:
-            profile = self.session.profile(fingerprint, {"model": self.tally.family})
         report = self.session.report()
         ended = self._ended or time.perf_counter()
         return RunResult(
@@ -133,9 +125,6 @@ class Run:
             report,
             stopped,
             tuple(self.notes),
-            profile,
-            any(table.from_profile for table in tables),
-            self._profile_name,
             len(self.schedule),
             0.0 if self._began is None else ended - self._began,
             self._words,

@@ -20,8 +20,8 @@ BY_TABLE = "What exact attention would have taken is told by the speed table of 
 BY_RUN = "What exact attention would have taken is told by exact calls of this run."
 
 ONE_STEP_AUTO = (
-    "of a run of one step nothing is left after measuring: mode manual, or a profile, with "
-    "start_percent 0 can make it sparse"
+    "of a run of one step nothing is left after measuring: mode manual with start_percent 0 can "
+    "make it sparse"
 )
 ONE_STEP_MANUAL = "the only step is before start_percent: 0 can make it sparse"
 
@@ -49,8 +49,6 @@ def summary(result: RunResult) -> str:
             parts.append(f"{tally.dense} dense self-attention calls{of}")
     if tally.eight_bit:
         parts.append(f"{tally.eight_bit} dense calls in 8 bits, faster here than exact ones")
-    if result.from_profile:
-        parts.append(f"heads as the profile {result.profile_name} has them, not measured")
     if tally.reasons and not tally.missing:
         reasons = (f"{why.rstrip('.')} ({count})" for why, count in tally.reasons.most_common())
         parts.append("dense because: " + ", ".join(reasons))

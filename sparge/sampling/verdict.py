@@ -95,13 +95,8 @@ def _second(result: RunResult) -> str:
 
 
 def _computed(result: RunResult) -> str:
-    """How much was computed, how far off it was, and the profile, as far as there is room."""
+    """How much was computed, and how far off it was."""
     share = f"{100 * result.report.densities.overall:.0f} %"
     errors = (result.report.mean_error(name) for name in ("probed", "predicted"))
     error = next((f", error {100 * each:.0f} %" for each in errors if each is not None), "")
-    whole = f"{share} of attention computed{error}"
-    if not result.from_profile:
-        return whole
-    profile = f", profile {result.profile_name}"
-    lines = f"{share} computed{error}{profile}", f"{share} computed{profile}"
-    return next((line for line in lines if len(line) <= WIDEST), whole)
+    return f"{share} of attention computed{error}"

@@ -5,7 +5,6 @@ from .aim import Aim
 from .call import Call, DenseOnce
 from .candidates import CandidateSet
 from .facts import Conditioning, Layout, PassFacts, Place
-from .fingerprint import Fingerprint, Fit, Verdict
 from .head_measuring import FAILED
 from .head_table import HeadTable
 from .head_weights import mean_error
@@ -15,11 +14,7 @@ from .measure import Measure, Measured, MeasuredCall, reference_measure
 from .measured_shape import MeasuredShape
 from .measurement import BLOCKS_A_CALL, Measurement
 from .model import Model
-from .patch_mark import Patch, patch_mark
 from .probe import Probe
-from .profile import Profile
-from .profile_header import Table
-from .profile_path import ProfileError, profile_path
 from .progress import Progress
 from .real_tokens import MASK, RealTokens, real_tokens
 from .records import Densities, PassRecord, RunTime, Way
@@ -48,8 +43,6 @@ __all__ = [
     "Conditioning",
     "DenseOnce",
     "Densities",
-    "Fingerprint",
-    "Fit",
     "HeadTable",
     "LayerSpans",
     "Layout",
@@ -61,12 +54,9 @@ __all__ = [
     "Model",
     "PassFacts",
     "PassRecord",
-    "Patch",
     "Place",
     "Plan",
     "Probe",
-    "Profile",
-    "ProfileError",
     "Progress",
     "RealTokens",
     "Report",
@@ -79,10 +69,8 @@ __all__ = [
     "SharedHeads",
     "SigmaWindow",
     "StepSettings",
-    "Table",
     "Tally",
     "TextPosition",
-    "Verdict",
     "Way",
     "Ways",
     "Workload",
@@ -90,8 +78,6 @@ __all__ = [
     "kernel_measure",
     "mean_error",
     "measure_for",
-    "patch_mark",
-    "profile_path",
     "real_tokens",
     "reference_measure",
 ]

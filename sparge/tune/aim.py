@@ -14,7 +14,7 @@ class Aim:
     heads and steps."""
 
     kind: str
-    """Name of the aim in profiles: "quality" or "budget"."""
+    """Name of the aim: "quality" or "budget"."""
     value: float
 
     def __post_init__(self) -> None:

@@ -22,8 +22,6 @@ from .shared_heads import ALONE, SharedHeads
 from .step_settings import StepSettings, probe_number
 from .ways import Choice, RunLength, Ways
 
-NOT_IN_PROFILE = "the profile has nothing for this layer"
-
 #: Number of the conditioning that is measured again while steps are sparse: the positive prompt.
 COND = 0
 
@@ -48,10 +46,6 @@ class HeadTable:
         are chosen, and of this one's own in all that it gives out."""
         self.shape, self.rows, self.device = shape, rows, device
         self.probe: Probe | None = None
-        self.from_profile = False
-        """Whether settings are those of a profile: what they were measured on may be another
-        model.
-        """
         self._untracked, self._shared = untracked, shared
         self.heads = len(range(shape.heads)[shared.own(shape.heads)])
         """Number of heads of this process."""
@@ -135,11 +129,6 @@ class HeadTable:
         if steps is not None:
             self._use(steps)
 
-    def use_profile(self, settings: SettingsTable) -> None:
-        """Takes the settings of a profile instead of measuring."""
-        self.from_profile = True
-        self._use(StepSettings(self._aim, None, profile=settings))
-
     def _use(self, steps: StepSettings) -> None:
         """Makes all that sparse calls need, so that they allocate nothing that outlives them."""
         self._steps = steps
@@ -168,8 +157,7 @@ class HeadTable:
             return self.measuring.not_finite[row]
         of_layers = self._of_layers if row < self.rows else None
         head_settings = None if of_layers is None else of_layers[row]
-        unknown = NOT_IN_PROFILE if self.from_profile else NOT_MEASURED
-        return head_settings or self.refusal(row) or unknown
+        return head_settings or self.refusal(row) or NOT_MEASURED
 
     def _give(self, settings: SettingsTable) -> None:
         """Sets head settings for the calls from now on."""

@@ -18,9 +18,7 @@ Hosts that split a step into passes of their own (ComfyUI) begin those by `begin
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from contextlib import nullcontext
-from datetime import datetime, timezone
 
 import torch
 
@@ -31,22 +29,16 @@ from .aim import Aim
 from .alike_heads import AlikeHeads
 from .eight_bit import EightBitDense
 from .facts import Conditioning, Layout, PassFacts, Place
-from .fingerprint import Fingerprint
 from .head_measuring import Untracked
 from .head_table import HeadTable
 from .measured_shape import MeasuredShape
 from .model import Model
-from .profile import Profile
 from .records import Densities, PassRecord, RunTime
 from .report import Report
 from .session_pass import SessionPass
-from .shape import Shape, table_of
+from .shape import Shape
 from .tables import HeadTables
 from .ways import SpeedOf, Ways, nothing_known
-
-
-def _ignored(remark: str) -> None:
-    """Takes a remark for nobody."""
 
 
 class Session:
@@ -59,8 +51,6 @@ class Session:
         steps: int | None = None,
         dense_steps: int = 1,
         sparse_steps: int | None = None,
-        profile: Profile | None = None,
-        note: Callable[[str], None] = _ignored,
         untracked: Untracked = nullcontext,
         speed: SpeedOf = nothing_known,
         exact_dense: bool = False,
@@ -75,9 +65,6 @@ class Session:
             dense_steps: number of dense steps before the sparse ones; with 0 the first step is
                 dense all the same, and measured.
             sparse_steps: number of sparse steps, where it is not `steps` less `dense_steps`.
-            profile: what an earlier run measured for the same aim; this one measures sequences that
-                are not in it. One for another aim is not used.
-            note: takes a remark for the user, such as what a profile lacks.
             untracked: context around measuring and probing, which few calls do, for hosts that
                 record the allocations of a pass.
             speed: gives the speed table of a device, such as `sparge.speed.speed_table`. It is
@@ -96,16 +83,11 @@ class Session:
             steps = whole_number("steps", steps, 0)
             sparse_steps, left = max(0, steps - dense_steps), max(0, steps - measured)
         self._sparse_steps = sparse_steps
-        if profile is not None and (other := Aim(profile.mode, profile.asked)) != aim:
-            note(f"The profile is for {other}, not for {aim}, so this run measures")
-            profile = None
         self.aim = aim
         self._speed, self._tables = speed, dict[torch.device, SpeedTable | None]()
         self._ways = Ways(self._tables.get, exact_dense or aim is None, even_if_slower)
         self._heads = (
-            AlikeHeads(untracked)
-            if aim is None
-            else HeadTables(aim, profile, note, left, untracked, self._ways)
+            AlikeHeads(untracked) if aim is None else HeadTables(aim, left, untracked, self._ways)
         )
         self._dense = EightBitDense()
         self._passes: list[SessionPass] = []
@@ -180,18 +162,6 @@ class Session:
         time = RunTime.of(passes)
         shapes = tuple(MeasuredShape.of(table) for table in self.chosen)
         return Report(self.aim, densities, shapes, dict(reasons.most_common()), time)
-
-    def profile(self, model: Fingerprint, notes: dict[str, str] | None = None) -> Profile | None:
-        """Profile of what this run measured of the sampled model; None where that is nothing."""
-        if self.aim is None:
-            return None
-        measured = [x for x in self.tables.chosen_of_sampled if not x.from_profile]
-        settings = {x.shape: x.of_all_heads for x in measured if x.of_all_heads is not None}
-        if not settings:
-            return None
-        created = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        found = {table_of(shape): choice for shape, choice in settings.items()}
-        return Profile(model, found, self.aim.kind, self.aim.value, created, notes or {})
 
     def end(self) -> None:
         """Gives back what outlives the run on the devices."""

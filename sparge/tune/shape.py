@@ -8,11 +8,7 @@ from dataclasses import dataclass
 from ..order.grid import TokenGrid, TokenOrder, grid_order, raster_order
 from ..order.places import order_as_dealt
 from ..order.variants import VARIANTS
-from .profile_header import Table
 from .workload import Workload
-
-#: Conditioning under which profiles hold what all of them share.
-SHARED = "shared"
 
 
 @dataclass(frozen=True)
@@ -48,8 +44,3 @@ class Shape:
     def forget_copies(self) -> None:
         for order in (*self.orders(), self.workload().order):
             order.forget_copies()
-
-
-def table_of(shape: Shape) -> Table:
-    """Table of a profile that holds the settings of a shape."""
-    return Table(SHARED, shape.tokens, shape.grid)

@@ -99,20 +99,18 @@ class StepSettings:
         aim: Aim,
         steps: int | None,
         *,
-        measurement: Measurement | None = None,
-        profile: SettingsTable | None = None,
+        measurement: Measurement,
         again: int = MEASURED_AGAIN,
         shared: SharedHeads = ALONE,
     ) -> None:
-        """Starts from either a measurement or a profile.
+        """Starts from a measurement.
 
         steps: number of sparse steps, where that is known. again: times that heads may be measured
         again. shared: processes that share the heads. The measurement is of this one's own, the
-        settings are of all, and so is a profile.
+        settings are of all.
 
         Waits for the GPU and for other processes. Raises ValueError when nothing was measured.
         """
-        assert (measurement is None) != (profile is None)
         self.given: list[SettingsTable] = []
         """Settings of each step so far."""
         self.again: Measurement | None = None
@@ -123,22 +121,17 @@ class StepSettings:
         self._aim, self._steps = aim, steps
         self._interval = interval_of(steps)
         self._end = sys.maxsize if steps is None else max(1, steps)
-        self._profile = profile
         self._latest = measurement  # what the next one goes on from
-        self._left = 0 if measurement is None else min(again, MEASURED_AGAIN)  # settings to come
+        self._left = min(again, MEASURED_AGAIN)  # settings to come
         self._chosen = 0  # step of the last choice
-        self._known: FetchedSums | None = None  # what the last choice was made from
+        self._known = shared.measured(measurement).fetched  # what the last choice was made from
         self._found: FetchedSums | None = None  # what was measured since
-        self._chooser: Chooser | None = None
-        if measurement is not None:
-            self._known = shared.measured(measurement).fetched
-            self._chooser = Chooser(aim, self._known.error_table(), steps)
-        self._first_chooser = self._chooser
+        self._chooser = self._first_chooser = Chooser(aim, self._known.error_table(), steps)
 
     @property
     def first(self) -> SettingsTable:
-        """First settings, as if all steps were alike, which a profile keeps."""
-        return self._of(0) if self._first_chooser is None else self._first_chooser.alike
+        """First settings, as if all steps were alike."""
+        return self._first_chooser.alike
 
     def _next_choice(self) -> int:
         """Step of the next choice, or the number of steps where none follows. The last step alone
@@ -159,7 +152,7 @@ class StepSettings:
         self._choose_if_due(step)
         if step != self._measured_step:
             self._close()
-        elif self._latest is not None and self._open is None:
+        elif self._open is None:
             self._open = self.again = self._latest.anew()
         self.given.append(self._of(step))
         return self.given[-1]
@@ -197,13 +190,10 @@ class StepSettings:
             return
         self._close()
         self._chosen, self._left = step, self._left - 1
-        if self._found is not None and self._known is not None:
+        if self._found is not None:
             self._found.fill_from(self._known)
             self._known, self._found = self._found, None
             self._chooser = Chooser(self._aim, self._known.error_table(), self._steps)
 
     def _of(self, step: int) -> SettingsTable:
-        if self._chooser is not None:
-            return self._chooser.at(step)
-        assert self._profile is not None
-        return self._profile
+        return self._chooser.at(step)

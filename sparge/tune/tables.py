@@ -9,7 +9,7 @@ depend on it. Where the shapes differ (Mochi's prompts do) so do the settings.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -18,8 +18,7 @@ from .aim import Aim
 from .facts import Layout, PassFacts
 from .head_measuring import Untracked
 from .head_table import HeadTable
-from .profile import Profile
-from .shape import Shape, table_of
+from .shape import Shape
 from .ways import RunLength, Ways
 
 #: Layers of a model that does not show how many it has, of a shape that no pass had before.
@@ -32,17 +31,13 @@ class HeadTables:
     def __init__(
         self,
         aim: Aim,
-        profile: Profile | None,
-        note: Callable[[str], None],
         sparse_steps: int | None,
         untracked: Untracked,
         ways: Ways,
     ) -> None:
         """sparse_steps: number of those that come after measuring; None where that is not known.
-        note: takes a remark for the user. untracked: around allocations inside a
-        call that other calls do without."""
+        untracked: around allocations inside a call that other calls do without."""
         self.aim = aim
-        self._profile, self._note = profile, note
         self._untracked, self._ways = untracked, ways
         self._sparse_steps = sparse_steps
         self._tables: dict[tuple[torch.device, int, Shape], HeadTable] = {}
@@ -104,13 +99,6 @@ class HeadTables:
     def chosen(self) -> list[HeadTable]:
         return [table for table in self._tables.values() if table.is_chosen]
 
-    @property
-    def chosen_of_sampled(self) -> list[HeadTable]:
-        """Tables of the model that is sampled, and of no other beside it."""
-        return [
-            table for (_, which, _), table in self._tables.items() if which == 0 and table.is_chosen
-        ]
-
     def _shapes(self, layout: Layout, device: torch.device, which: int) -> Iterable[Shape]:
         with self._lock:
             shapes = {shape for *place, shape in self._met if place == [device, which]}
@@ -147,26 +135,4 @@ class HeadTables:
                     layout.shared,
                 )
                 self._tables[device, which, shape] = table
-                if which == 0:  # the profile is of the model that is sampled
-                    self._use_profile(table)
             return table
-
-    def _use_profile(self, table: HeadTable) -> None:
-        if self._profile is None:
-            return
-        shape = table.shape
-        wanted = table_of(shape)
-        found = self._profile.nearest(wanted, table.rows, shape.heads)
-        if found is None:
-            self._note(
-                f"The profile has nothing for {shape.tokens:,} tokens of {shape.heads} heads, so "
-                "this run measures them"
-            )
-            return
-        measured, settings = found
-        table.use_profile(settings)
-        if measured.tokens != wanted.tokens:
-            self._note(
-                f"The profile was measured with {measured.text:,} tokens of text and is used for "
-                f"{wanted.text:,}"
-            )

@@ -202,15 +202,15 @@ def batched_or_split(**widgets: Any) -> dict[str, Any]:
     with reports() as found:
         together = sample(patched, "wan", steps=5)
         last = pack("nodes.hook").hook_of(patched).last
-        settings += last.profile.settings.values() if last.profile else ()
+        settings.append(last.report)
         with replaced(model.model, "memory_required", lambda *args, **kwargs: 1e30):
             apart = sample(patched, "wan", steps=5)
         last = pack("nodes.hook").hook_of(patched).last
-        settings += last.profile.settings.values() if last.profile else ()
+        settings.append(last.report)
     differences = {}
-    for name in ("density", "pool_weight", "order_kind", "error", "head_weight"):
-        parts = [getattr(each, name).float() for each in settings]
-        differences[name] = float((parts[0] - parts[1]).abs().max()) if parts else None
+    for name in ("density", "pool_weight", "predicted", "head_weight"):
+        parts = [each.of_heads(name) for each in settings]
+        differences[name] = float((parts[0] - parts[1]).abs().max()) if len(parts[0]) else None
     error = relative_error(apart, together)
     return {"reports": found, "error": error, "differences": differences}
 

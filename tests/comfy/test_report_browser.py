@@ -47,7 +47,7 @@ def test_the_map_of_the_run_makes_room_for_the_picture_of_the_report(
 ) -> None:
     prompt = graph("wan", **nested(ALL_WIDGETS | {"mode": "auto quality", "quality": "fast"}))
     prompt["9"] = {"class_type": "TinyWait", "inputs": {"latent": ["6", 0], "seconds": 4.0}}
-    inputs = {"model": ["2", 0], "latent": ["9", 0], "save_profile": ""}
+    inputs = {"model": ["2", 0], "latent": ["9", 0]}
     prompt[REPORT] = {"class_type": "SpargeAttentionReport", "inputs": inputs}
     page.nodes_2(nodes_2)
     page.run("prompt => app.loadApiJson(prompt, 'tiny')", prompt)

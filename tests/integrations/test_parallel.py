@@ -144,7 +144,7 @@ def check_pipelines(found: dict[str, Tensor], rounding: float) -> None:
     density = found["one flux density"]
     assert density[0].unique().numel() > 1, "heads of a layer differ"
     for case, reason in (
-        ("otherwise", "were given other settings or another profile"),
+        ("otherwise", "were given other settings"),
         ("unusable", "another GPU of those that share the model stays dense"),
     ):
         assert found[f"{case} calls"].tolist() == [0, 6], "all dense, and nobody waits"

@@ -264,19 +264,19 @@ def _pipelines(device: torch.device) -> Results:
 
 
 def _ran(case: str, tiny: Any, device: torch.device, given: dict[str, Any]) -> Results:
-    """Latents of a pipeline, its calls and reasons, and densities of its profile."""
+    """Latents of a pipeline, its calls and reasons, and densities of its heads."""
     model = tiny.pipe.transformer.to(device)
     model.set_attention_backend("native")  # which diffusers keeps for all models
     with enable(tiny.pipe, min_tokens=100, start_percent=0.0, **given) as handle:
         found = {case: tiny(3, guidance=1.0)}
-    result, profile = handle.result, handle.profile()
-    assert result is not None
+    result, run = handle.result, handle._run
+    assert result is not None and run is not None
     told = "; ".join([*result.notes, *result.tally.reasons]).encode()
     found[f"{case} told"] = torch.tensor(list(told))
     found[f"{case} calls"] = torch.tensor([result.tally.sparse, result.tally.dense])
-    if profile is not None:
-        (table,) = profile.settings.values()
-        found[f"{case} density"] = table.density
+    for table in run.session.chosen:
+        assert table.of_all_heads is not None
+        found[f"{case} density"] = table.of_all_heads.density
     return found
 
 

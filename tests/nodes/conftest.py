@@ -273,9 +273,9 @@ def runs(load_pack: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, boo
     run_class = load_pack("nodes.run_state").Run
     made = run_class.result
 
-    def result(run: Any, fingerprint: Any, stopped: bool) -> Any:
+    def result(run: Any, stopped: bool) -> Any:
         seen.append((run, stopped))
-        return made(run, fingerprint, stopped)
+        return made(run, stopped)
 
     monkeypatch.setattr(run_class, "result", result)
     return seen
@@ -289,13 +289,6 @@ def session() -> type[Session]:
 @pytest.fixture
 def patcher() -> Patcher:
     return Patcher()
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Folder of profiles."""
-    monkeypatch.setitem(sys.modules, "folder_paths", folder_paths(tmp_path))
-    return tmp_path / "sparge_profiles"
 
 
 @pytest.fixture

@@ -31,13 +31,8 @@ def module_of(name: str, **attributes: Any) -> ModuleType:
 
 
 def folder_paths(models: Path) -> ModuleType:
-    """ComfyUI's folders of models. Those of profiles: one "more" of extra_model_paths.yaml, and the
-    pack's own once it is added."""
-    of_kind = {"sparge_profiles": [models / "more"], "diffusion_models": [models / "unet"]}
-
-    def add(kind: str, path: str, is_default: bool) -> None:
-        assert kind == "sparge_profiles" and is_default
-        of_kind[kind][:] = dict.fromkeys([Path(path), *of_kind[kind]])
+    """ComfyUI's folders of models."""
+    of_kind = {"diffusion_models": [models / "unet"]}
 
     def names(kind: str) -> list[str]:
         folders = of_kind[kind]
@@ -51,7 +46,6 @@ def folder_paths(models: Path) -> ModuleType:
     return module_of(
         "folder_paths",
         models_dir=str(models),
-        add_model_folder_path=add,
         get_filename_list=names,
         get_full_path=full_path,
     )

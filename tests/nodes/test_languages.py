@@ -119,7 +119,7 @@ NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 def names(schemas: list[Any]) -> set[str]:
     """Names that a text keeps in English: options, nodes, and widgets not named by a plain word."""
-    found = {schema.display_name.split(" (")[0] for schema in schemas} | {"models/sparge_profiles"}
+    found = {schema.display_name.split(" (")[0] for schema in schemas}
     for schema in schemas:
         for _, each in widgets(schema):
             found |= {getattr(option, "key", option) for option in getattr(each, "options", [])}

@@ -45,7 +45,6 @@ def test_it_is_measured_by_itself(two_models):
     _, run = two_models()
     measured = [table.measuring.measured_rows for table in run.session.tables.chosen]
     assert [len(rows) for rows in measured] == [BLOCKS] * 2
-    assert len(run.session.tables.chosen_of_sampled) == 1
     assert run.notes[0].startswith("the guider runs a second model")
     assert run.notes[0].endswith("measured apart")
     sampled, other = run._model, object()  # a copy on another device is none
@@ -63,16 +62,3 @@ def test_shapes_that_it_alone_has_are_its_own(two_models):
     _, run = two_models(tokens=TOKENS + 44)
     tables = [(which > 0, shape.tokens) for _, which, shape in run.session.tables._tables]
     assert sorted(tables) == [(False, TOKENS), (True, TOKENS), (True, TOKENS + 44)]
-
-
-@pytest.mark.usefixtures("folder")
-def test_a_profile_is_of_the_sampled_model_alone(two_models, load_pack):
-    report = load_pack("nodes.sparge_report").SpargeAttentionReport.execute
-    report(two_models()[0], {"samples": 0}, "clip")
-    load = load_pack("nodes.sparge_profile_load").SpargeProfileLoad.execute
-    patched, run = two_models(profile=load("clip")[0])
-    _, text, _ = report(patched, {"samples": 0}, "again")
-    assert text.endswith("No profile was saved: this run used one instead of measuring.")
-    made = run.session.tables._tables.items()
-    tables = {which: table.from_profile for (_, which, _), table in made}
-    assert tables.pop(0) and list(tables.values()) == [False]

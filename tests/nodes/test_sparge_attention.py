@@ -40,7 +40,6 @@ OF_ALL_MODES = ["start_percent", "end_percent", "min_tokens", "dense_blocks", "e
 COMBOS = {"select_by": ["topk", "cdf"], "quality": ["high", "balanced", "fast"]}
 #: What the frontend puts into a node that is added now, where that is not what execute() assumes.
 NEW_NODES = {"start_percent": 0.1}
-SOCKETS = ["profile"]
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +63,7 @@ def mode(inputs):
 def widgets(inputs, mode):
     """All but `mode`, those of a mode first; topk is there twice."""
     of_modes = [widget for option in mode.options for widget in option.inputs]
-    return of_modes + inputs[1 : -len(SOCKETS)]
+    return of_modes + inputs[1:]
 
 
 def test_the_extension_offers_the_node(load_pack, node):
@@ -80,7 +79,6 @@ def test_the_extension_offers_the_node(load_pack, node):
     names = [each.define_schema().node_id for each in found]
     assert names == [
         "SpargeAttention",
-        "SpargeProfileLoad",
         "SpargeAttentionReport",
         "SpargeAttentionCompare",
         "SpargeCogVideoXLoad",
@@ -91,7 +89,7 @@ def test_the_extension_offers_the_node(load_pack, node):
 
 
 def test_names_order_and_defaults(inputs, mode, widgets):
-    assert [each.id for each in inputs] == ["mode", *OF_ALL_MODES, *SOCKETS]
+    assert [each.id for each in inputs] == ["mode", *OF_ALL_MODES]
     found = {option.key: [each.id for each in option.inputs] for option in mode.options}
     assert found == OF_MODES and list(found) == list(OF_MODES), "a new node starts with the first"
     defaults = {"mode": WIDGETS["mode"]} | {each.id: each.default for each in widgets}
@@ -217,7 +215,6 @@ def test_a_bad_block_list_is_refused_before_anything_runs(node):
         ({"pvthreshd": -1.0}, "pvthreshd"),
         ({"topk": "half"}, "topk is 'half'; give a number"),
         ({"min_tokens": [4096]}, "min_tokens is a list; it takes a whole number"),
-        ({"profile": "wan"}, "profile is 'wan'; give the output of Load Sparge Profile"),
     ],
 )
 def test_what_comes_through_a_link_is_refused_when_the_node_runs(node, patcher, linked, words):
@@ -246,4 +243,4 @@ def test_the_chinese_page_explains_the_same_reasons():
 @pytest.mark.parametrize("page", ["SpargeAttention.md", "SpargeAttention/zh.md"])
 def test_the_help_page_names_every_widget(page):
     text = (PACK / "web" / "docs" / page).read_text(encoding="utf-8")
-    assert [name for name in [*WIDGETS, *SOCKETS] if f"**{name}**" not in text] == []
+    assert [name for name in WIDGETS if f"**{name}**" not in text] == []

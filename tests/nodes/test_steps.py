@@ -136,47 +136,36 @@ def test_a_mean_density_falls_and_a_target_does_not(steps_of):
 
 
 @pytest.fixture
-def measured_and_profiled(load_pack, tmp_path, steps_of):
-    """measured_and_profiled(**widgets): (calls, table) of six sparse steps that measure, and of as
-    many with the profile of those, from a file."""
+def measured(steps_of):
+    """measured(**widgets): calls and table of six sparse steps that measure."""
 
     def of(**widgets):
         calls, got = steps_of(SIX_SPARSE, **widgets)
-        got.last.profile.save(file := tmp_path / "clip.safetensors")
-        profile = load_pack("sparge.sampling").NamedProfile.load("clip", file)
-        again, with_it = steps_of(SIX_SPARSE, profile=profile, **widgets)
-        assert got.notes == with_it.notes == []
-        (measured,), (profiled,) = (run.run.session.tables.chosen for run in (got, with_it))
-        return (calls, measured), (again, profiled)
+        assert got.notes == []
+        (table,) = got.run.session.tables.chosen
+        return calls, table
 
     return of
 
 
 @pytest.mark.parametrize(("topk", "least"), [(0.6, 0.5), (0.3, 0.24)])
-def test_steps_spend_their_density(measured_and_profiled, topk, least):
+def test_steps_spend_their_density(measured, topk, least):
     """A head's next step, for which there may be no room, is up to two whole steps: a sixth of the
     mean over four heads."""
-    both = measured_and_profiled(topk=topk, **BUDGET)
-    for steps, table in both:
-        for calls, settings in zip(steps, table._given(), strict=True):
-            assert torch.equal(
-                torch.stack([call.density for call in calls]), settings.density[:BLOCKS]
-            )
-            weights = torch.stack([call.pool_weight for call in calls])
-            assert torch.equal(weights, settings.pool_weight[:BLOCKS]) and weights.any()
-        kept = [
-            float(table._kept_shares(x.density, x.floor)[:BLOCKS].mean()) for x in table._given()
-        ]
-        assert least < sum(kept) / 6 <= topk
-    given = both[1][1]._given()
-    assert all(settings is given[0] for settings in given)
+    steps, table = measured(topk=topk, **BUDGET)
+    for calls, settings in zip(steps, table._given(), strict=True):
+        assert torch.equal(torch.stack([call.density for call in calls]), settings.density[:BLOCKS])
+        weights = torch.stack([call.pool_weight for call in calls])
+        assert torch.equal(weights, settings.pool_weight[:BLOCKS]) and weights.any()
+    kept = [float(table._kept_shares(x.density, x.floor)[:BLOCKS].mean()) for x in table._given()]
+    assert least < sum(kept) / 6 <= topk
 
 
-def test_steps_keep_to_the_target(load_pack, measured_and_profiled, monkeypatch):
+def test_steps_keep_to_the_target(load_pack, measured, monkeypatch):
     target = 0.7  # these heads are hard
     monkeypatch.setitem(load_pack("sparge.sampling").QUALITIES, "fast", target)
-    for _, table in measured_and_profiled(mode="auto quality", quality="fast"):
-        assert all(0.8 * target < of_step.mean_error <= target for of_step in table._given())
+    _, table = measured(mode="auto quality", quality="fast")
+    assert all(0.8 * target < of_step.mean_error <= target for of_step in table._given())
 
 
 def test_a_run_does_not_wait_for_the_garbage_collector(steps_of, runs):

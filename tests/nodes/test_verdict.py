@@ -186,7 +186,7 @@ def test_an_empty_window_is_told(told, load_pack, monkeypatch, mode, start, end)
     assert not measured
 
 
-IN_AUTO = "mode manual, or a profile, with start_percent 0 can make it sparse"
+IN_AUTO = "mode manual with start_percent 0 can make it sparse"
 IN_MANUAL = "the only step is before start_percent: 0 can make it sparse"
 
 

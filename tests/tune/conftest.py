@@ -7,8 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparge.tune import Profile
-from tests.tune import profiles
 from tests.tune.begun import GRID
 
 
@@ -20,8 +18,3 @@ def qkv(make_qkv) -> tuple[Tensor, Tensor, Tensor]:
     k = k + 2 * torch.sin(drift + torch.arange(16))
     q = q * torch.tensor([0.5, 1.0, 2.0])[:, None, None]
     return q.bfloat16(), k.bfloat16(), v.bfloat16()
-
-
-@pytest.fixture
-def profile(generator: torch.Generator) -> Profile:
-    return profiles.drawn(generator)

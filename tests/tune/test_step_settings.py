@@ -154,13 +154,6 @@ def test_what_the_next_step_gets_is_worked_out_ahead():
     assert float(settings.first.density[0, 0]) == pytest.approx(0.2), "as if all steps were alike"
 
 
-def test_a_profile_is_what_all_steps_get():
-    profile = choices_of(0.4)
-    settings = made("quality", 0.1, None, profile=profile)
-    assert run(settings, Measured(), range(40)) == ([], [])
-    assert settings.first is profile and {id(given) for given in settings.given} == {id(profile)}
-
-
 def test_every_layer_is_probed_once_in_some_steps_and_each_time_by_another_number():
     for layer in range(30):
         found = [probe_number(layer, step) for step in range(3 * PROBED_EVERY)]

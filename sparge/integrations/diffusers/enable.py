@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -12,8 +11,7 @@ import torch
 
 from ...checks.argument import check_kind
 from ...policy import SparsePolicy
-from ...sampling import AUTO_BUDGET, AUTO_QUALITY, MANUAL, QUALITIES, NamedProfile, Settings
-from ...tune import Profile
+from ...sampling import AUTO_BUDGET, AUTO_QUALITY, MANUAL, QUALITIES, Settings
 from .handle import Handle
 
 #: Attributes of pipelines that hold transformers; Wan 2.2 has two, for early and for late steps.
@@ -47,7 +45,6 @@ def enable(
     min_tokens: int = 4096,
     dense_blocks: str = "",
     exact_dense: bool = False,
-    profile: Profile | str | os.PathLike[str] | None = None,
 ) -> Handle:
     """Makes the self-attention of a pipeline of diffusers sparse, until the handle is disabled. A
     second call on the same pipeline replaces the first.
@@ -65,9 +62,6 @@ def enable(
         min_tokens: attention over fewer tokens is exact.
         dense_blocks: blocks whose attention stays dense, such as "0-2, -1".
         exact_dense: dense calls of the auto modes are exact also where 8 bits are faster.
-        profile: what an earlier run measured for the same mode, so that this one need not measure:
-            the path of a file of `Handle.save_profile`, or `Handle.profile()`. It is read here.
-            Where it is missing or does not fit the model, the runs measure, and the line says why.
 
     Raises:
         ValueError: an argument is none of these or not one of the mode, or the pipeline has no
@@ -84,7 +78,6 @@ def enable(
         exact_dense=exact_dense,
         own=policy,
     )
-    named = None if profile is None else NamedProfile.of(profile)
     found = [getattr(pipe, name, None) for name in _TRANSFORMERS]
     transformers = [each for each in found if isinstance(each, torch.nn.Module)]
     if not transformers or getattr(pipe, "scheduler", None) is None:
@@ -96,7 +89,7 @@ def enable(
         earlier = _enabled.pop(getattr(each, "_orig_mod", each), None)
         if earlier is not None and (handle := earlier()) is not None:
             handle.disable()
-    handle = Handle(pipe, transformers, settings, named)
+    handle = Handle(pipe, transformers, settings)
     for model in handle.models:
         _enabled[model] = weakref.ref(handle)
     return handle

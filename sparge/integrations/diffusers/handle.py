@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -18,27 +17,21 @@ from ...common.failures import MEANT_FOR_HOST, Failures
 from ...kernels import capabilities
 from ...kernels.warmup import warm_up
 from ...sampling import (
-    NamedProfile,
     Run,
     RunResult,
     Settings,
     Why,
     details,
-    save_profile,
     verdict,
 )
 from ...sampling.words import PLAIN
 from ...speed.backend import TORCH
 from ...tune import (
     FAILED,
-    Fingerprint,
     PassFacts,
-    Profile,
-    ProfileError,
     SigmaWindow,
     fitted,
 )
-from .fingerprint import fingerprint_of
 from .forward import Forward
 from .hooks import TransformerHooks
 from .layout import layout_of
@@ -102,11 +95,9 @@ class Handle:
         pipe: Any,
         transformers: list[torch.nn.Module],
         settings: Settings,
-        profile: NamedProfile | None = None,
     ) -> None:
-        self._pipe, self._settings, self._profile = pipe, settings, profile
+        self._pipe, self._settings = pipe, settings
         self._run: Run | None = None
-        self._fingerprint: Fingerprint | None = None  # of the first transformer, in that run
         self._steps: Steps | None = None
         self._prompts = Prompts(pipe)
         self._remark = ""  # why no run began
@@ -147,30 +138,6 @@ class Handle:
         result = self.result
         return self._not_run() if result is None else details(result)
 
-    def profile(self) -> Profile | None:
-        """Profile of what the last run measured of the first transformer; None where that is
-        nothing. Waits for the GPU."""
-        result = self.result
-        return None if result is None else result.profile
-
-    def save_profile(self, path: str | os.PathLike[str]) -> str:
-        """Writes the profile of the last run, over one that is there, and says so. Waits for the
-        GPU.
-
-        path: of the file, with or without its suffix ".safetensors".
-
-        Raises:
-            ProfileError: the last run measured nothing, or the file cannot be written.
-            ValueError: `path` is none.
-        """
-        result = self.result
-        try:
-            if result is None:
-                raise ProfileError(self._not_run())
-            return save_profile(result, path)
-        except ProfileError as error:
-            raise ProfileError(f"No profile was saved: {error}") from error
-
     @property
     def _has_other_model(self) -> bool:
         """Whether the pipeline was given another transformer since it was enabled."""
@@ -190,7 +157,7 @@ class Handle:
             return None
         steps = self._steps
         finished = steps is None or not steps.are_known or steps.is_last
-        return self._run.result(self._fingerprint, stopped=not finished)
+        return self._run.result(stopped=not finished)
 
     def disable(self) -> None:
         """Takes the hooks off. The pipeline is as it was; the last run can still be asked."""
@@ -283,13 +250,8 @@ class Handle:
         return run
 
     def _run_of(self, window: SigmaWindow, schedule: list[float], device: torch.device) -> Run:
-        """Run with the profile that was given, where that fits."""
-        settings, named = self._settings, self._profile
-        profile, remark = None, ""
-        self._fingerprint = None if settings.aim is None else fingerprint_of(self.models[0])
-        if named is not None:
-            profile, remark = named.usable_for(self._fingerprint, settings.aim)
-        name = "" if named is None else named.name
+        """Run of all processes that share the model."""
+        settings = self._settings
         shared = shared_heads(self.models[0])
         run = Run(
             settings,
@@ -297,13 +259,9 @@ class Handle:
             schedule,
             backend=TORCH,
             words=WORDS,
-            profile=profile,
-            profile_name=name,
             speed=partial(table_of_all, shared),
         )
-        if remark:
-            run.note(remark)
-        if not are_alike(shared, device, settings, profile):
+        if not are_alike(shared, device, settings):
             run.note(NOT_ALIKE)
             run.give_up(device, NOT_ALIKE)
         return run

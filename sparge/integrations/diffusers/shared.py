@@ -12,7 +12,7 @@ from ...sampling import Settings
 from ...speed import known_table
 from ...speed.backend import TORCH
 from ...speed.table import SpeedTable
-from ...tune import ALONE, Profile, SharedHeads
+from ...tune import ALONE, SharedHeads
 
 RING = "several GPUs share the model's sequence in a ring"
 UNEVEN = "{heads} heads are not dealt evenly to {ranks} GPUs"
@@ -21,7 +21,7 @@ ADVICE = "{why}: take sparge.integrations.parallel.context_parallel in place of 
 #: Reason on the GPUs that could be sparse.
 ANOTHER = "another GPU of those that share the model stays dense"
 #: Remark, and reason, where processes that share a model would not decide alike.
-NOT_ALIKE = "the processes that share the model were given other settings or another profile"
+NOT_ALIKE = "the processes that share the model were given other settings"
 
 
 def is_shared(model: Any) -> bool:
@@ -42,15 +42,12 @@ def shared_heads(model: Any) -> SharedHeads | str:
     return UNEVEN.format(heads=heads, ranks=shared.ranks) if heads % shared.ranks else shared
 
 
-def are_alike(
-    shared: SharedHeads | str, device: torch.device, settings: Settings, profile: Profile | None
-) -> bool:
+def are_alike(shared: SharedHeads | str, device: torch.device, settings: Settings) -> bool:
     """Whether all processes were given the same, as far as it decides when they measure and choose:
     else some would wait for ever. Waits for them."""
     if isinstance(shared, str) or shared.alone:
         return True
-    measured = {} if profile is None else profile.settings
-    own = repr((settings, [(table, float(x.density.sum())) for table, x in measured.items()]))
+    own = repr(settings)
     return shared.agree(shared.of_first(own, device) == own, device)
 
 
