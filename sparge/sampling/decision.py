@@ -162,6 +162,6 @@ def _ends_and_remarks(
     ends = layout.exact_tokens(call.query_tokens, call.reference_tokens)
     if layout.sequence(call.query_tokens) is not None:
         return ends, known
-    if any(ends) and not layout.shared.alone:
+    if any(ends) and layout.ranks > 1:
         return (0, 0), (TEXT_NOT_EXACT, *(known or (UNKNOWN_TOKENS,)))
     return ends, known or (UNKNOWN_TOKENS,)

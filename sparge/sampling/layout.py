@@ -6,7 +6,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..tune.sequences import Sequences
-from ..tune.shared_heads import ALONE, SharedHeads
 
 #: Number of a layer that the numbers of dense_blocks never mean.
 UNNUMBERED = -1
@@ -33,12 +32,12 @@ class TokenLayout(Sequences):
         family: the model's name for the user.
         blocks: layers (transformer blocks) that have numbers, from 0; None where not known.
         refiners: layers that run before them and have no number.
-        heads: attention heads; None when they are not known before a call.
+        heads: attention heads of this process; None when they are not known before a call.
         calls: most self-attention calls under one layer number.
         context: tokens of text that the model is given.
         remark: what sparse runs of a model without a row say; "" with one.
         layers: about how many self-attentions a model has whose `blocks` are not known.
-        shared: processes that share the heads and see the tokens as dealt.
+        ranks: processes that share the tokens outside of attention, which sees them as dealt.
     """
 
     family: str
@@ -49,7 +48,7 @@ class TokenLayout(Sequences):
     context: int = 0
     remark: str = ""
     layers: int | None = None
-    shared: SharedHeads = ALONE
+    ranks: int = 1
 
     @property
     def rows(self) -> int:

@@ -178,7 +178,7 @@ class ServedPass:
         mask, row, of_pass = given.mask, given.key_mask, self.begun.facts
         if mask is None or row is None or decision.kind is not Kind.SELF:
             return None
-        if not self.layout.shared.alone:
+        if self.layout.ranks > 1:
             return MASK  # real tokens are not the first of those that were dealt
         if self._why_dense(given, decision, layer) is not None:
             return None

@@ -24,7 +24,6 @@ from .session import Session
 from .session_pass import MEASURING, Plan, SessionPass
 from .settings_table import SettingsTable
 from .shape import Shape
-from .shared_heads import ALONE, SharedHeads
 from .step_settings import StepSettings
 from .tally import Tally
 from .ways import Ways, fitted
@@ -32,7 +31,6 @@ from .window import SigmaWindow
 from .workload import Workload
 
 __all__ = [
-    "ALONE",
     "BLOCKS_A_CALL",
     "FAILED",
     "MASK",
@@ -66,7 +64,6 @@ __all__ = [
     "SessionPass",
     "SettingsTable",
     "Shape",
-    "SharedHeads",
     "SigmaWindow",
     "StepSettings",
     "Tally",

@@ -26,7 +26,7 @@ class AlikeHeads:
     def begin(self, layout: Layout, step: int, device: torch.device) -> None:
         """Makes the orders that a pass expects before its calls."""
         for grid in layout.expected:
-            self._order(grid, layout.shared.ranks, step % VARIANTS, device)
+            self._order(grid, layout.ranks, step % VARIANTS, device)
 
     def order(
         self, grid: TokenGrid | None, ranks: int, step: int, device: torch.device

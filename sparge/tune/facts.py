@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ..order.grid import TokenGrid
-from .shared_heads import SharedHeads
 
 #: Number of the conditioning of each entry of the batch, in its order, such as 0 for the positive
 #: prompt and 1 for the negative one.
@@ -58,7 +57,7 @@ class Layout(Protocol):
 
     @property
     def heads(self) -> int | None:
-        """Attention heads of a layer, of all processes; None where they are not known before a
+        """Attention heads of a layer in this process; None where they are not known before a
         call."""
         ...
 
@@ -78,8 +77,8 @@ class Layout(Protocol):
         ...
 
     @property
-    def shared(self) -> SharedHeads:
-        """Processes that share the heads; `ALONE` where this one has them all."""
+    def ranks(self) -> int:
+        """Number of processes that share the tokens outside of attention; 1 for one alone."""
         ...
 
     def sequence(self, tokens: int) -> TokenGrid | None:

@@ -6,8 +6,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .shared_heads import SharedHeads
-
 NAN_OF_MODEL = "the model gave NaN here, without Sparge Attention's doing"
 INF_OF_MODEL = "the model gave inf here, without Sparge Attention's doing"
 
@@ -25,10 +23,9 @@ class FiniteRows:
         self._finite[0, row] &= ~extremes.isnan().any()
         self._finite[1, row] &= ~extremes.isinf().any()
 
-    def reasons(self, shared: SharedHeads) -> dict[int, str]:
-        """Reason of each row that was not finite, of the heads of all processes. Waits for the
-        GPU, and for the others."""
-        no_nan, no_inf = shared.everywhere(self._finite).tolist()
+    def reasons(self) -> dict[int, str]:
+        """Reason of each row that was not finite. Waits for the GPU."""
+        no_nan, no_inf = self._finite.tolist()
         return {
             row: INF_OF_MODEL if no_nan[row] else NAN_OF_MODEL
             for row in range(len(no_nan))

@@ -17,7 +17,6 @@ from .finite_rows import FiniteRows
 from .kernel_measure import measure_for
 from .measurement import Measurement
 from .schedule import MeasuringSchedule
-from .shared_heads import SharedHeads
 from .step_settings import StepSettings
 from .ways import Choice, RunLength, Ways
 from .workload import Workload
@@ -46,9 +45,8 @@ class HeadMeasuring:
         ways: Ways,
         run: RunLength,
         untracked: Untracked,
-        shared: SharedHeads,
     ) -> None:
-        """heads: number of heads of this process. least: share of pairs that is always kept."""
+        """least: share of pairs that is always kept."""
         self.rows, self.heads, self.device = rows, heads, device
         self.why_dense: str | None = None
         """Reason why no row is measured any more."""
@@ -59,14 +57,12 @@ class HeadMeasuring:
         self.measured_rows: set[int] = set()
         self._least, self._workload = least, workload
         self._ways, self._run, self._untracked = ways, run, untracked
-        self._shared = shared
         self._measurement: Measurement | None = None
         self._finite: FiniteRows | None = None
         self._schedule = MeasuringSchedule()
         self._batch_entries = 1  # entries in the batch of the running pass
         self._is_settled = False  # how much is measured
         self._again = 0  # times that heads are measured again
-        self._failed: set[int] = set()  # rows that could not be measured, though others go on
         self._called: set[int] = set()  # rows of dense calls
         self._refusals: dict[int, str] = {}
 
@@ -114,8 +110,6 @@ class HeadMeasuring:
         """Inside a dense call: measures it if its pass is to be, and if it may ever be faster
         sparse. Never waits. choice: for calls like this. timed: context around the measurement
         alone."""
-        if row in self._failed:
-            self._schedule.measured()
         if row >= self.rows or row in self._refusals:
             return
         if self._least >= choice.break_even[False]:
@@ -138,23 +132,14 @@ class HeadMeasuring:
                 for qkv in entries(call, self._schedule.measuring, self._batch_entries):
                     self._measurement.add(row, *qkv, scale=call.scale, calls=calls)
         except Unsupported as refusal:
-            self._fail(row, refusal.reason)
+            self._refusals[row] = refusal.reason
         except torch.OutOfMemoryError:  # the dense call may fit all the same
-            self._fail(row, NO_MEMORY)
+            self._refusals[row] = NO_MEMORY
         except Exception:
-            self._fail(row, FAILED)  # once is enough
+            self._refusals[row] = FAILED  # once is enough
             raise
         else:
             self.measured_rows.add(row)
-            self._schedule.measured()
-
-    def _fail(self, row: int, reason: str) -> None:
-        """Notes that a layer could not be measured. Other processes, where it may have been, choose
-        when this one does, and without it."""
-        self._refusals[row] = reason
-        if not self._shared.alone and self._measurement is not None:
-            self._failed.add(row)
-            self._measurement.blocks_measured[row] = 0
             self._schedule.measured()
 
     def _settle(self, measurement: Measurement, call: Call) -> None:
@@ -182,9 +167,7 @@ class HeadMeasuring:
         assert self._measurement is not None  # without one nothing was measured
         steps = place.steps - place.index if place else self._run.sparse_steps
         try:
-            chosen = StepSettings(
-                aim, steps, measurement=self._measurement, again=self._again, shared=self._shared
-            )
+            chosen = StepSettings(aim, steps, measurement=self._measurement, again=self._again)
         except ValueError:
             chosen = None
         self._measurement = None  # after an interrupt it is there for another try
@@ -196,7 +179,7 @@ class HeadMeasuring:
     def find_not_finite(self) -> None:
         """Once measuring has ended, finds the rows that were not finite. Waits for the GPU."""
         if self._finite is not None and self._measurement is None:
-            self.not_finite, self._finite = self._finite.reasons(self._shared), None
+            self.not_finite, self._finite = self._finite.reasons(), None
 
 
 def entries(call: Call, places: Sequence[int], batch_entries: int) -> Iterator[tuple[Tensor, ...]]:

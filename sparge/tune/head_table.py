@@ -18,7 +18,6 @@ from .head_measuring import NOT_MEASURED, HeadMeasuring, Untracked, entries
 from .probe import Probe
 from .settings_table import LayerSettings, SettingsTable
 from .shape import Shape
-from .shared_heads import ALONE, SharedHeads
 from .step_settings import StepSettings, probe_number
 from .ways import Choice, RunLength, Ways
 
@@ -40,15 +39,11 @@ class HeadTable:
         ways: Ways,
         run: RunLength,
         untracked: Untracked,
-        shared: SharedHeads = ALONE,
     ) -> None:
-        """shared: processes that share the heads of `shape`. The table is of all of them while they
-        are chosen, and of this one's own in all that it gives out."""
         self.shape, self.rows, self.device = shape, rows, device
         self.probe: Probe | None = None
-        self._untracked, self._shared = untracked, shared
-        self.heads = len(range(shape.heads)[shared.own(shape.heads)])
-        """Number of heads of this process."""
+        self._untracked = untracked
+        self.heads = shape.heads
         self._aim, self._policy = aim, policy
         self._workload = shape.workload()
         self._workload.order.on(device)  # copied there now, not inside a call
@@ -65,7 +60,6 @@ class HeadTable:
             ways,
             run,
             untracked,
-            shared,
         )
         self._place_again: int | None = None  # index in the batch of the pass
         self._of_layers: LayerSettings | None = None
@@ -86,12 +80,6 @@ class HeadTable:
     @property
     def settings(self) -> SettingsTable | None:
         """First settings, as if all steps were alike; None before there are any."""
-        found = self.of_all_heads
-        return None if found is None else self._shared.own_settings(found)
-
-    @property
-    def of_all_heads(self) -> SettingsTable | None:
-        """The same of the heads of all processes."""
         return None if self._steps is None else self._steps.first
 
     def begin_pass(self, facts: PassFacts) -> None:
@@ -111,10 +99,9 @@ class HeadTable:
 
     def end_pass(self) -> None:
         """Works ahead while the GPU still computes the pass. Where heads were measured in it, waits
-        for one layer after the other. What waits for other processes is left to the next pass: this
-        one may have failed in some."""
-        facts, may_choose = self._facts, self._shared.alone and self._steps is None
-        if may_choose and facts is not None and self.measuring.is_done_early(facts):
+        for one layer after the other."""
+        facts = self._facts
+        if self._steps is None and facts is not None and self.measuring.is_done_early(facts):
             self._choose(facts)
         if self._steps is not None:
             self._steps.prepare(self._step + 1)
@@ -149,7 +136,7 @@ class HeadTable:
         self._probes = {row: number for row, number in numbers if number is not None}
         now = steps.at(step)
         if now not in before:
-            self._give(self._shared.own_settings(now))
+            self._give(now)
 
     def head_settings(self, row: int) -> HeadSettings | str:
         """Settings of the heads of a layer, or the reason why it has to stay dense."""
@@ -169,10 +156,9 @@ class HeadTable:
         return _mean([settings.error for settings in self._given()])
 
     def _given(self) -> list[SettingsTable]:
-        """Choices that steps have had so far, of its heads; those of the first before it."""
+        """Choices that steps have had so far; those of the first before it."""
         assert self._steps is not None
-        found = self._steps.given or [self._steps.first]
-        return [self._shared.own_settings(each) for each in found]
+        return self._steps.given or [self._steps.first]
 
     @property
     def now(self) -> SettingsTable:

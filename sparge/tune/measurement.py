@@ -11,7 +11,6 @@ One measurement is for one conditioning and one token count.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -126,48 +125,20 @@ class Measurement:
         """Returns an empty measurement of the same kind that goes on with other query blocks.
         Allocates."""
         earlier = self.earlier_blocks + max(self.blocks_measured)
-        return self._like(self.squared_norm.shape[2], earlier)
-
-    def _like(self, heads: int, earlier_blocks: int) -> Measurement:
-        """Empty measurement of so many heads that is like this one."""
         like = Measurement.begin(
             layers=len(self.blocks_measured),
-            heads=heads,
+            heads=self.squared_norm.shape[2],
             workload=self.workload,
             candidates=self.candidates,
             blocks_a_call=self.blocks_a_call,
             row_step=self.row_step,
-            earlier_blocks=earlier_blocks,
+            earlier_blocks=earlier,
             order_kinds=self.measured_orders,
             measure=self.measure,
             device=self.squared_norm.device,
         )
         like.order_kinds[:] = self.order_kinds
         return like
-
-    def gathered(self, all_heads: Callable[[Tensor, int], Tensor]) -> Measurement:
-        """Measurement of all heads, where each of several processes measured its own ones of every
-        layer: sums and choices are those of one process bit for bit. Every process calls it after
-        the same calls; it allocates, and waits for the others.
-
-        all_heads: puts the tensors of all processes together along a dimension, in the order of the
-            heads, such as `sparge.integrations.parallel.all_heads()`.
-        """
-        error, towards = all_heads(self.squared_error, 1), all_heads(self.towards_mean, 1)
-        norm = all_heads(self.squared_norm, 2)
-        whole = self._like(norm.shape[2], self.earlier_blocks)
-        for own, found in (
-            (whole.squared_error, error),
-            (whole.towards_mean, towards),
-            (whole.squared_norm, norm),
-        ):
-            own.copy_(found)
-        blocks = torch.tensor(self.blocks_measured, device=norm.device).unsqueeze(1)
-        # A layer that one of them could not measure has no sums of all heads.
-        whole.blocks_measured[:] = all_heads(blocks, 1).amin(1).tolist()
-        for layer in range(len(self.blocks_measured)):
-            whole._fetch(layer)
-        return whole
 
     def measure_one_order(self) -> None:
         """Restricts measurements to the first token order. Call it before any `add`: orders

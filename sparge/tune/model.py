@@ -6,7 +6,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..order.grid import TokenGrid
-from .shared_heads import ALONE, SharedHeads
 
 
 @dataclass(frozen=True)
@@ -19,8 +18,9 @@ class Model:
     """Grid of the clip's tokens, with text before and after it; None where they have none."""
     heads: int | None = None
     """Attention heads of a layer; with them all that a step needs is made as it begins."""
-    shared: SharedHeads = ALONE
-    """Processes that share the heads by an all-to-all: `attend` is then given those of this one."""
+    ranks: int = 1
+    """Number of processes that share the tokens outside of attention (Ulysses): `heads` are then
+    those of this one."""
 
     @property
     def rows(self) -> int:

@@ -111,8 +111,7 @@ class Session:
         facts: PassFacts,
         usable: bool = True,
     ) -> SessionPass:
-        """Begins a forward pass on one device. Waits for the GPU where heads are chosen, and for
-        the processes that share them (`Layout.shared`).
+        """Begins a forward pass on one device. Waits for the GPU where heads are chosen.
 
         Call it before the pass, never inside an attention call: what it makes outlives calls.
 

@@ -214,11 +214,11 @@ class SessionPass:
         key = call.look, ends
         looks = self._looks.get(key)
         if looks is None:
-            tokens, ranks = call.query_tokens, self.layout.shared.ranks
+            tokens = call.query_tokens
             grid = self.layout.sequence(tokens) if call.k.shape[2] == tokens else None
             prefix, suffix = ends or ((grid.prefix, grid.suffix) if grid else (0, 0))
             policy = replace(self.policy, exact_prefix=prefix, exact_suffix=suffix)
-            shape = Shape(tokens, call.head_count * ranks, grid, self.layout.rows, ranks)
+            shape = Shape(tokens, call.head_count, grid, self.layout.rows, self.layout.ranks)
             looks = self._looks[key] = _LookAlikes(self._choice(call), policy, shape)
         return looks
 

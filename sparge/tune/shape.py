@@ -17,13 +17,12 @@ class Shape:
 
     tokens: int
     heads: int
-    """Heads of all processes."""
     grid: TokenGrid | None
     """Token grid; None where the tokens stay in the order they come."""
     rows: int = 0
     """Number of rows of the pass. Conditionings with more VACE controls make more calls."""
     ranks: int = 1
-    """Number of processes that share the heads (`SharedHeads`), which see the tokens as dealt."""
+    """Number of processes that share the tokens outside of attention, which sees them as dealt."""
 
     def workload(self) -> Workload:
         """Workload in the first variant, which stands for all of them."""

@@ -13,7 +13,6 @@ from .error_table import ErrorTable
 from .fetched_sums import FetchedSums
 from .measurement import Measurement
 from .settings_table import SettingsTable
-from .shared_heads import ALONE, SharedHeads
 
 #: Times that heads are measured again, after equal numbers of steps.
 MEASURED_AGAIN = 2
@@ -101,15 +100,13 @@ class StepSettings:
         *,
         measurement: Measurement,
         again: int = MEASURED_AGAIN,
-        shared: SharedHeads = ALONE,
     ) -> None:
         """Starts from a measurement.
 
         steps: number of sparse steps, where that is known. again: times that heads may be measured
-        again. shared: processes that share the heads. The measurement is of this one's own, the
-        settings are of all.
+        again.
 
-        Waits for the GPU and for other processes. Raises ValueError when nothing was measured.
+        Waits for the GPU. Raises ValueError when nothing was measured.
         """
         self.given: list[SettingsTable] = []
         """Settings of each step so far."""
@@ -117,14 +114,13 @@ class StepSettings:
         """Measurement that sparse calls of the running step are measured into; None where there is
         none, or no memory for it."""
         self._open: Measurement | None = None  # the same, also where memory ran out
-        self._shared = shared
         self._aim, self._steps = aim, steps
         self._interval = interval_of(steps)
         self._end = sys.maxsize if steps is None else max(1, steps)
         self._latest = measurement  # what the next one goes on from
         self._left = min(again, MEASURED_AGAIN)  # settings to come
         self._chosen = 0  # step of the last choice
-        self._known = shared.measured(measurement).fetched  # what the last choice was made from
+        self._known = measurement.fetched  # what the last choice was made from
         self._found: FetchedSums | None = None  # what was measured since
         self._chooser = self._first_chooser = Chooser(aim, self._known.error_table(), steps)
 
@@ -159,29 +155,20 @@ class StepSettings:
 
     def prepare(self, step: int) -> None:
         """Works out what `at` will give for the next step. Call it while the GPU has work left
-        (docs/experiments.md, Host time of a choice). What waits for other processes is left to
-        `at`."""
-        if step < self._end and (self._shared.alone or step < self._next_choice()):
+        (docs/experiments.md, Host time of a choice)."""
+        if step < self._end:
             self._choose_if_due(step)
             self._of(step)
 
     def _close(self) -> None:
-        """Ends the measurement of a step that is over. Waits for other processes."""
-        if self._open is None:
-            return
-        found = self._shared.measured(self._open)
-        if any(found.blocks_measured):
-            self._latest, self._found = self._open, found.fetched
+        """Ends the measurement of a step that is over."""
+        if self._open is not None and any(self._open.blocks_measured):
+            self._latest, self._found = self._open, self._open.fetched
         self._open = self.again = None
 
     def give_up_again(self) -> None:
-        """Ends the running measurement for lack of memory: settings go on from the one before, in
-        all processes."""
-        self.again = None
-        if self._shared.alone:
-            self._open = None
-        elif self._open is not None:
-            self._open.blocks_measured[:] = [0] * len(self._open.blocks_measured)
+        """Ends the running measurement for lack of memory: settings go on from the one before."""
+        self.again = self._open = None
 
     def _choose_if_due(self, step: int) -> None:
         """Chooses for this step and those after it, from what was measured since the last choice,

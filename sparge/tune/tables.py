@@ -54,8 +54,7 @@ class HeadTables:
         """
         tables = {
             shape: self._table(shape, layout, policy, device, facts.which)
-            # In one order in all processes that share the heads.
-            for shape in sorted(self._shapes(layout, device, facts.which), key=repr)
+            for shape in self._shapes(layout, device, facts.which)
         }
         for table in tables.values():
             table.begin_pass(facts)
@@ -104,7 +103,7 @@ class HeadTables:
             shapes = {shape for *place, shape in self._met if place == [device, which]}
         if layout.heads is not None:
             shapes |= {
-                Shape(grid.tokens, layout.heads, grid, layout.rows, layout.shared.ranks)
+                Shape(grid.tokens, layout.heads, grid, layout.rows, layout.ranks)
                 for grid in layout.expected
             }
         return shapes
@@ -132,7 +131,6 @@ class HeadTables:
                     self._ways,
                     run,
                     self._untracked,
-                    layout.shared,
                 )
                 self._tables[device, which, shape] = table
             return table

@@ -27,7 +27,7 @@ from benchmarks.tiny_models.pipelines import ALL, TEXT, drawn
 from sparge.common.metrics import rel_l2
 from sparge.integrations.diffusers import enable
 from sparge.integrations.diffusers.rows import ROWS
-from sparge.tune import MASK, Session, SharedHeads
+from sparge.tune import MASK, Session
 
 pytestmark = pytest.mark.usefixtures("reference_allowed", "no_mode_left")
 
@@ -326,31 +326,20 @@ def test_the_library_does_not_import_diffusers() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("ring", "reason"),
-    [(2, "share the model's sequence in a ring"), (1, "2 heads are not dealt evenly to 3 GPUs")],
-)
-def test_what_several_gpus_cannot_be_served_is_native_and_the_line_says_what_serves_it(
-    monkeypatch: pytest.MonkeyPatch, ring: int, reason: str
-) -> None:
+def test_a_ring_of_gpus_is_native_and_the_line_says_what_serves_it() -> None:
     tiny = ALL["Flux"]()
     native = tiny(2)
-    monkeypatch.setattr(SharedHeads, "of_group", lambda group: SharedHeads(0, 3, group))
-    config = SimpleNamespace(
-        ring_degree=ring, _ulysses_mesh=SimpleNamespace(get_group=lambda: None)
-    )
+    config = SimpleNamespace(ring_degree=2, ulysses_degree=1)
     tiny.pipe.transformer._parallel_config = SimpleNamespace(context_parallel_config=config)
     with enable(tiny.pipe, "auto budget", topk=0.3, **TINY) as handle:
         assert torch.equal(tiny(2), native)
     assert handle.result is not None and handle.result.tally.sparse == 0
-    advice = "take sparge.integrations.parallel.context_parallel in place of enable"
-    assert f"{reason}: {advice}" in handle.line
+    assert "in a ring: take ulysses_degree" in handle.line
 
 
 def test_masked_calls_of_several_gpus_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     """Real tokens stand in several places there. Another process is pretended."""
-    shared = SharedHeads(0, 2, lambda values, dim: torch.cat([values, values], dim))
-    monkeypatch.setattr("sparge.integrations.diffusers.handle.shared_heads", lambda model: shared)
+    monkeypatch.setattr("sparge.integrations.diffusers.handle.ranks_of", lambda model: 2)
     tiny = ALL["HunyuanVideo"]()
     with enable(tiny.pipe, "manual", topk=0.3, **TINY) as handle:
         tiny(1)

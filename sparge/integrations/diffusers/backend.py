@@ -22,7 +22,7 @@ from ...sdpa import MIN_TOKENS, Substitute
 NAME = "sparge"
 SHARED = (
     "Several GPUs share this model's sequence, which the backend 'sparge' does not serve: take "
-    "sparge.integrations.parallel.context_parallel with the backend 'native'."
+    "sparge.integrations.diffusers.enable with the backend 'native'."
 )
 NO_REGISTRY = (
     "This version of diffusers has no list of attention backends that others can add to. "

@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -36,15 +35,7 @@ from .forward import Forward
 from .hooks import TransformerHooks
 from .layout import layout_of
 from .rows import row_of
-from .shared import (
-    ADVICE,
-    ANOTHER,
-    NOT_ALIKE,
-    are_alike,
-    is_shared,
-    shared_heads,
-    table_of_all,
-)
+from .shared import ranks_of
 from .steps import Prompts, Steps
 
 logger = logging.getLogger("sparge")
@@ -174,8 +165,6 @@ class Handle:
         except MEANT_FOR_HOST:
             raise
         except Exception as error:  # the picture matters more
-            if is_shared(hooks.model):  # others wait for what this process does not come to
-                raise
             failures = Failures() if self._run is None else self._run.failures
             failures.tell("a pass of the model was computed dense", error)
             if self._run is not None:
@@ -213,14 +202,12 @@ class Handle:
         run, steps = self._run, self._steps
         assert run is not None
         layout = layout_of(hooks.model, row, given, len(hooks.blocks) or None)
-        unusable, shared = run.meet(layout, device), shared_heads(hooks.model)
-        if isinstance(shared, str):
-            run.note(ADVICE.format(why=shared))
-            unusable = unusable or shared
+        unusable, ranks = run.meet(layout, device), ranks_of(hooks.model)
+        if isinstance(ranks, str):
+            unusable = unusable or ranks
         else:
-            layout = replace(layout, shared=shared)
-            if not shared.agree(unusable is None, device):
-                unusable = unusable or ANOTHER
+            heads = layout.heads and layout.heads // ranks
+            layout = replace(layout, ranks=ranks, heads=heads)
         if steps is None or not steps.are_known:
             why = NO_SCHEDULE if steps is None else NOT_OF_SCHEDULE
             facts = PassFacts(conditioning, 0, why, which=hooks.which)
@@ -244,26 +231,9 @@ class Handle:
             settings.start_percent, settings.end_percent, lambda percent: steps * (1 - percent)
         )
         schedule = [_level(step, steps) for step in range(steps)]
-        run = self._run = self._run_of(window, schedule, device)
+        run = self._run = Run(settings, window, schedule, backend=TORCH, words=WORDS)
         if capabilities(device).usable:
             run.await_kernels(device, lambda: warm_up(device, logger.info).wait(lambda: None))
-        return run
-
-    def _run_of(self, window: SigmaWindow, schedule: list[float], device: torch.device) -> Run:
-        """Run of all processes that share the model."""
-        settings = self._settings
-        shared = shared_heads(self.models[0])
-        run = Run(
-            settings,
-            window,
-            schedule,
-            backend=TORCH,
-            words=WORDS,
-            speed=partial(table_of_all, shared),
-        )
-        if not are_alike(shared, device, settings):
-            run.note(NOT_ALIKE)
-            run.give_up(device, NOT_ALIKE)
         return run
 
 
