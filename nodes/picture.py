@@ -19,7 +19,7 @@ from ..sparge.sampling.verdict import why_nothing
 Colour = tuple[int, int, int]
 
 PAPER, EMPTY, INK, FAINT = (24, 25, 30), (40, 42, 50), (240, 241, 244), (164, 168, 180)
-PREDICTED, PROBED = (82, 124, 186), (255, 255, 255)
+PREDICTED = (82, 124, 186)
 #: Colours from nothing computed to everything: what is dark was skipped.
 SCALE = torch.tensor(
     [[36, 41, 92], [74, 57, 150], [158, 62, 150], [231, 98, 98], [250, 178, 92], [252, 240, 178]]
@@ -39,8 +39,8 @@ def draw(result: RunResult) -> Tensor:
     by_step, layers = result.report.by_step, result.report.layers.tolist()
     if not by_step.numel() or result.tally.missing:
         return message(why_nothing(result).told or result.words.unreached)
-    errors = {name: result.report.of_layers(name) for name in ("predicted", "probed")}
-    most = max((error for of_layers in errors.values() for error in of_layers.values()), default=0)
+    errors = result.report.of_layers("predicted")
+    most = max(errors.values(), default=0)
     right = WIDTH - RIGHT - (ERROR_WIDTH + GAP if most else 0)
     image = _with_map(verdict(result), by_step, layers, right)
     if most:
@@ -133,7 +133,7 @@ def scale(image: Image.Image, top: int) -> None:
 
 def _errors(
     image: Image.Image,
-    errors: dict[str, dict[int, float]],
+    errors: dict[int, float],
     layers: Sequence[int],
     most: float,
     box: tuple[int, int, int, int],
@@ -145,22 +145,12 @@ def _errors(
     for row, layer in enumerate(layers):
         above, below = round(top + row * tall), round(top + (row + 1) * tall) - 1
         below -= 1 + (tall > SMALL_CELL)
-        if (error := errors["predicted"].get(layer)) is not None:
+        if (error := errors.get(layer)) is not None:
             length = max(1, round((right - left) * error / most))
             bars.rectangle((left, above, left + length, max(above, below)), PREDICTED)
-        if (error := errors["probed"].get(layer)) is not None:
-            place = left + round((right - left - 4) * error / most)
-            bars.rectangle((place, above, place + 4, max(above, below)), PROBED)
     write(image, "0", bottom + 8, left)
     write(image, f"{100 * most:.2g} %", bottom + 8, right, before=1)
     write(image, "error", bottom + 36, (left + right) / 2, INK, TITLE, before=0.5)
-    x, y = right, bottom + 82
-    for name, colour, wide in (("probed", PROBED, 4), ("predicted", PREDICTED, 18)):
-        if errors[name]:
-            write(image, name, y, x, INK, TITLE, before=1)
-            x -= round(_font(TITLE).getlength(name)) + 10
-            bars.rectangle((x - wide, y + 4, x, y + 26), colour)
-            x -= wide + 22
 
 
 def coloured(density: Tensor) -> Tensor:

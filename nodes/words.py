@@ -26,10 +26,6 @@ WORDS = HostWords(
         ("Another node replaces the attention", "of the {what}, or the model does"),
     ),
     unreached="no self-attention of a whole grid reached this node",
-    not_finite_later=(
-        "NaN or inf came into attention in sparse steps: bypass this node and run the same seed to "
-        "see whether the model gives them by itself"
-    ),
 )
 
 _NO_CALL_OF_WRAPPER = Why(

@@ -23,7 +23,6 @@ from sparge.tune import (
     Model,
     PassFacts,
     Plan,
-    Probe,
     Session,
     Ways,
 )
@@ -178,17 +177,6 @@ def test_some_calls_are_exact_in_every_step(qkv, why: str) -> None:
     assert why in reason
     assert why == "192" or session.report().reasons == {reason: 3}, "it would have been measured"
     assert ".." not in str(session.report())
-
-
-def test_a_probe_without_memory_costs_no_result(qkv, monkeypatch) -> None:
-    def full(*_: object, **__: object) -> None:
-        raise torch.OutOfMemoryError("full")
-
-    monkeypatch.setattr(Probe, "compare", full)
-    session = session_of()
-    outs, exact = sampled(session, qkv, steps=3), scaled_dot_product_attention(*qkv)
-    assert not torch.equal(outs[-1], exact)
-    assert list(session.report().reasons) == [f"one of the first {DENSE} steps"]
 
 
 def test_compiled_models_call_it_as_it_is(qkv) -> None:

@@ -113,11 +113,6 @@ class Run:
 
     def result(self, stopped: bool) -> RunResult:
         """Result of the run when it is over. Waits for the GPU."""
-        tables = self.session.chosen
-        probes = [table.probe.totals[1] for table in tables if table.probe is not None]
-        if not all(bool(totals.isfinite().all()) for totals in probes):
-            # Sparse calls came before, so that nothing tells whose doing it is.
-            self.note(self._words.not_finite_later)
         report = self.session.report()
         ended = self._ended or time.perf_counter()
         return RunResult(

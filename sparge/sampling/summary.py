@@ -79,9 +79,8 @@ def _head_range(result: RunResult) -> str:
 
 
 def _errors(result: RunResult) -> Iterator[str]:
-    for name in ("predicted", "probed"):
-        if (error := result.report.mean_error(name)) is not None:
-            yield f"{name} error {error:.3f}"
+    if (error := result.report.mean_error("predicted")) is not None:
+        yield f"predicted error {error:.3f}"
 
 
 def advice(result: RunResult) -> str:

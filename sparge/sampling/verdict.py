@@ -97,6 +97,6 @@ def _second(result: RunResult) -> str:
 def _computed(result: RunResult) -> str:
     """How much was computed, and how far off it was."""
     share = f"{100 * result.report.densities.overall:.0f} %"
-    errors = (result.report.mean_error(name) for name in ("probed", "predicted"))
-    error = next((f", error {100 * each:.0f} %" for each in errors if each is not None), "")
+    found = result.report.mean_error("predicted")
+    error = "" if found is None else f", error {100 * found:.0f} %"
     return f"{share} of attention computed{error}"

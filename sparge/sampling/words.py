@@ -28,8 +28,6 @@ class HostWords:
     """None came of the clip's self-attention."""
     unreached: str
     """For a picture of layers that has nothing to show."""
-    not_finite_later: str
-    """Remark where NaN or inf came into attention, and only in sparse steps."""
 
     def why_replaced(self, what: str) -> Why:
         """what: "clip" or "picture"."""
@@ -50,8 +48,4 @@ PLAIN = HostWords(
         ("The {what}'s self-attention", "did not come"),
     ),
     unreached="no self-attention of a whole grid came",
-    not_finite_later=(
-        "NaN or inf came into attention in sparse steps: run the same seed without Sparge "
-        "Attention to see whether the model gives them by itself"
-    ),
 )

@@ -14,7 +14,6 @@ from .measure import Measure, Measured, MeasuredCall, reference_measure
 from .measured_shape import MeasuredShape
 from .measurement import BLOCKS_A_CALL, Measurement
 from .model import Model
-from .probe import Probe
 from .progress import Progress
 from .real_tokens import MASK, RealTokens, real_tokens
 from .records import Densities, PassRecord, RunTime, Way
@@ -54,7 +53,6 @@ __all__ = [
     "PassRecord",
     "Place",
     "Plan",
-    "Probe",
     "Progress",
     "RealTokens",
     "Report",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heads of one attention shape on one device: measured while dense, chosen, probed."""
+"""Heads of one attention shape on one device: measured while dense, chosen, measured again."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from .aim import Aim
 from .call import Call
 from .facts import PassFacts
 from .head_measuring import NOT_MEASURED, HeadMeasuring, Untracked, entries
-from .probe import Probe
 from .settings_table import LayerSettings, SettingsTable
 from .shape import Shape
-from .step_settings import StepSettings, probe_number
+from .step_settings import StepSettings
 from .ways import Choice, RunLength, Ways
 
 #: Number of the conditioning that is measured again while steps are sparse: the positive prompt.
@@ -41,7 +40,6 @@ class HeadTable:
         untracked: Untracked,
     ) -> None:
         self.shape, self.rows, self.device = shape, rows, device
-        self.probe: Probe | None = None
         self._untracked = untracked
         self.heads = shape.heads
         self._aim, self._policy = aim, policy
@@ -67,7 +65,6 @@ class HeadTable:
         self._facts: PassFacts | None = None  # facts of the running pass
         self._first: PassFacts | None = None  # facts of the first sparse pass
         self._step = -1  # number of the sparse step that the head settings are of
-        self._probes: dict[int, int] = {}  # number of the probe of each row that has one in it
         self.sparse_rows: set[int] = set()
         """Rows whose calls are sparse, in some pass at least."""
         self._kept: list[float] = []  # share of pairs that the densities of each row keep
@@ -114,26 +111,16 @@ class HeadTable:
         """Chooses from what was measured so far. Waits for the GPU."""
         steps = self.measuring.choose(self._aim, facts.place)
         if steps is not None:
-            self._use(steps)
-
-    def _use(self, steps: StepSettings) -> None:
-        """Makes all that sparse calls need, so that they allocate nothing that outlives them."""
-        self._steps = steps
-        self.probe = Probe.begin(
-            layers=self.rows, heads=self.heads, workload=self._workload, device=self.device
-        )
+            self._steps = steps
 
     def _begin_step(self, steps: StepSettings, facts: PassFacts) -> None:
         """Takes the head settings of the step of this pass. Passes that were dense to be measured
         have no part in the mean. Waits for the GPU where settings are made anew or, as the noise
         level of the pass did, where steps differ."""
-        assert self.probe is not None
         self._first = self._first or facts
         if (step := facts.steps_since(self._first)) <= self._step:
             return  # another conditioning, or a sampler that goes back
         before, self._step = steps.given[-1:], step
-        numbers = ((row, probe_number(row, step)) for row in range(self.rows))
-        self._probes = {row: number for row, number in numbers if number is not None}
         now = steps.at(step)
         if now not in before:
             self._give(now)
@@ -180,20 +167,15 @@ class HeadTable:
         """Reason why a layer cannot be measured whatever comes, or None."""
         return self.measuring.refusal(row)
 
-    def looks_at(self, row: int) -> bool:
-        """Whether sparse calls of a layer are compared or measured again in this step."""
-        return self._place_again is not None or row in self._probes
+    @property
+    def measures_again(self) -> bool:
+        """Whether sparse calls are measured in this step."""
+        return self._place_again is not None
 
-    def probe_call(self, row: int, call: Call, out: Tensor) -> None:
-        """Inside a sparse call that gave `out`, of a layer that it looks at. Never waits."""
-        assert self.probe is not None and self._steps is not None
-        if self._place_again is not None:
+    def measure_again(self, row: int, call: Call) -> None:
+        """Inside a sparse call of a layer: measures it, where this step is to be. Never waits."""
+        if self._place_again is not None and self._steps is not None:
             self._measure_again(self._steps, row, call, self._place_again)
-        if (number := self._probes.get(row)) is None:
-            return
-        with self._untracked():
-            rows = call.result_heads_first(out)
-            self.probe.compare(row, *call.qkv, rows, number=number, scale=call.scale)
 
     def _measure_again(self, steps: StepSettings, row: int, call: Call, place: int) -> None:
         """Once a layer in a step, however often that is evaluated. Without memory for it, settings

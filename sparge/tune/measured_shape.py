@@ -25,9 +25,6 @@ class MeasuredShape:
     """Share of attention that was kept, forced blocks included, as in `HeadTable.density`."""
     predicted: Tensor
     """Relative L2 error expected when the settings were made, the mean over the steps."""
-    probed: Tensor
-    """Relative L2 error found in sparse calls, against exact attention; NaN where no call was
-    probed."""
     head_weight: Tensor
     """Head weights, as in `SettingsTable`."""
     pool_weight: Tensor
@@ -41,9 +38,9 @@ class MeasuredShape:
     @classmethod
     def of(cls, table: HeadTable) -> MeasuredShape:
         """Sums up a table. Waits for the GPU."""
-        assert table.settings is not None and table.probe is not None
+        assert table.settings is not None
         layers = torch.tensor(sorted(table.sparse_rows), dtype=torch.int64, device="cpu")
-        tables = (table.density(), table.predicted(), table.probe.relative_errors())
+        tables = (table.density(), table.predicted())
         order_kinds: dict[OrderKind, int] = {}
         if table.shape.grid is not None:
             taken = table.settings.order_kind[layers].flatten().tolist()
@@ -61,17 +58,16 @@ class MeasuredShape:
 
     def lines(self) -> Iterator[str]:
         """Lines of the layers, below a line that names their columns."""
-        yield f"{self.tokens:,} tokens: layer, density (least to most), error predicted, probed"
+        yield f"{self.tokens:,} tokens: layer, density (least to most), error predicted"
         for index, layer in enumerate(self.layers.tolist()):
             density = self.density[index]
             yield (
                 f"{layer:4d}  {percent(density.mean())} ({percent(density.min())} to "
-                f"{percent(density.max())})  {self._error('predicted', index)}  "
-                f"{self._error('probed', index)}"
+                f"{percent(density.max())})  {self._error(index)}"
             )
 
-    def _error(self, name: str, index: int) -> str:
-        error = mean_error(getattr(self, name)[index], self.head_weight[index])
+    def _error(self, index: int) -> str:
+        error = mean_error(self.predicted[index], self.head_weight[index])
         return "-" if error is None else f"{error:.3f}"
 
 

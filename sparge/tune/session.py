@@ -65,7 +65,7 @@ class Session:
             dense_steps: number of dense steps before the sparse ones; with 0 the first step is
                 dense all the same, and measured.
             sparse_steps: number of sparse steps, where it is not `steps` less `dense_steps`.
-            untracked: context around measuring and probing, which few calls do, for hosts that
+            untracked: context around measuring, which few calls do, for hosts that
                 record the allocations of a pass.
             speed: gives the speed table of a device, such as `sparge.speed.speed_table`. It is
                 asked where the first pass on a device begins. With an aim dense calls are then in 8

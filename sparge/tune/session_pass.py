@@ -174,8 +174,8 @@ class SessionPass:
         stats = self.record.stats_of(row)
         with self._timed(Way.SPARSE, call):
             out = call.sparse(plan.policy, stats, plan.order, plan.head_settings)
-        with suppress(torch.OutOfMemoryError):  # the result is there; the report lacks a probe
-            self.probe(plan, row, call, out)
+        with suppress(torch.OutOfMemoryError):  # the result is there
+            self.measure_again(plan, row, call)
         return out
 
     def plan(
@@ -248,8 +248,8 @@ class SessionPass:
         for table in self.tables.values():
             table.end_pass()
 
-    def probe(self, plan: Plan, row: int, call: Call, out: Tensor) -> None:
-        """Now and then measures the error of a sparse call's result, where heads are measured."""
-        if plan.table is not None and plan.table.looks_at(row):
+    def measure_again(self, plan: Plan, row: int, call: Call) -> None:
+        """Now and then measures the heads of a sparse call again."""
+        if plan.table is not None and plan.table.measures_again:
             with self._timed(Way.MEASURING, call):
-                plan.table.probe_call(row, call, out)
+                plan.table.measure_again(row, call)

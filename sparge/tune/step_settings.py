@@ -20,9 +20,6 @@ MEASURED_AGAIN = 2
 LEAST_STEPS = 6
 #: Steps between two settings where nobody knows how many steps will come.
 UNKNOWN_STEPS = 16
-#: Steps in which every layer is probed once: a probe is dear beside a layer's attention
-#: (docs/experiments.md, Cost of a probe).
-PROBED_EVERY = 12
 
 
 def interval_of(steps: int | None) -> int:
@@ -30,11 +27,6 @@ def interval_of(steps: int | None) -> int:
     if steps is None:
         return UNKNOWN_STEPS
     return max(LEAST_STEPS, -(-steps // (MEASURED_AGAIN + 1)))
-
-
-def probe_number(layer: int, step: int) -> int | None:
-    """Number of the probe that compares a layer in a sparse step; None where none does."""
-    return step // PROBED_EVERY if layer % PROBED_EVERY == step % PROBED_EVERY else None
 
 
 def fall_of(mean: float) -> float:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heads of one sampling run: measured in its last dense step, chosen, measured again, probed.
+"""Heads of one sampling run: measured in its last dense step, chosen, measured again.
 
 Conditionings that make calls of one shape share their settings, measured on all of them: a host may
 compute cond and uncond in one batch or one by one, as memory allows, and the settings must not

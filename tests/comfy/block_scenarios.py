@@ -98,11 +98,11 @@ def two_models_of_a_guider() -> dict[str, Any]:
         network = model.model.diffusion_model
         network.register_forward_pre_hook(lambda *_, name=name: running.__setitem__(0, name))
     begun, tables = pack("sparge.tune").SessionPass, {"first": set(), "second": set()}
-    probe = begun.probe
+    measure_again = begun.measure_again
 
     def spy(this: Any, plan: Any, *args: Any) -> Any:
         tables[running[0]].add(id(plan.table))
-        return probe(this, plan, *args)
+        return measure_again(this, plan, *args)
 
     guider = Guider_DualModel(patch(first, **AUTO), second)
     guider.set_conds(models.conditioning("wan"), models.conditioning("wan", negative=True))
@@ -111,7 +111,7 @@ def two_models_of_a_guider() -> dict[str, Any]:
     sampling = first.get_model_object("model_sampling")
     sigmas = comfy.samplers.calculate_sigmas(sampling, "simple", 4)
     sampler, noise = comfy.samplers.sampler_object("euler"), comfy.sample.prepare_noise(latent, 0)
-    with replaced(begun, "probe", spy), reports() as found, torch.inference_mode():
+    with replaced(begun, "measure_again", spy), reports() as found, torch.inference_mode():
         guider.sample(noise, latent, sampler, sigmas, disable_pbar=True, seed=0)
     shared = tables["first"] & tables["second"]
     counts = {name: len(of_model) for name, of_model in tables.items()}

@@ -126,7 +126,6 @@ def reports() -> Iterator[list[dict[str, Any]]]:
                 "shapes": [shape.tokens for shape in result.report.shapes],
                 "kept": result.report.of_heads("density").tolist(),
                 "predicted_error": result.report.mean_error("predicted"),
-                "probed": result.report.of_heads("probed").tolist(),
                 "predicted": result.report.of_heads("predicted").tolist(),
             }
         )

@@ -18,7 +18,7 @@ import sparge
 from sparge import HeadSettings, Precision, Router, TokenGrid, grid_order
 from sparge.order import grid as grids
 from sparge.order.variants import VARIANTS
-from sparge.tune import Measurement, Probe, Workload, measure_for
+from sparge.tune import Measurement, Workload, measure_for
 from tests.gpu.cases import SOME_CASES, lengths_of
 from tests.gpu.cases import make_qkv as case_qkv
 from tests.gpu.conftest import HALF
@@ -78,7 +78,7 @@ def calls(generator: torch.Generator) -> list[Callable[[], Any]]:
 
 def sampling_run(grid: TokenGrid, inputs: tuple[Tensor, ...], head_dim: int) -> list[Tensor]:
     """Work that a run over one grid makes the library do: dense calls that are measured, a choice,
-    sparse calls in all variants that are probed.
+    sparse calls in all variants.
 
     Returns the outputs that do not hang on the choice.
     """
@@ -89,15 +89,12 @@ def sampling_run(grid: TokenGrid, inputs: tuple[Tensor, ...], head_dim: int) -> 
     for layer in range(LAYERS):
         measurement.add(layer, q, k, v)
     chosen = measurement.error_table().choose(mean_density=0.4)
-    probe = Probe.begin(**shared, device=device)
     fixed, outs = with_orders(settings_of(HEADS)), []
     for variant in range(VARIANTS):
         order = grid_order(grid, variant).on(device)
-        for layer, head_settings in enumerate(chosen.of_layers(device, PLAIN)):
-            out = attention(q, k, v, PLAIN, order=order, head_settings=head_settings)
-            probe.compare(layer, q, k, v, out, number=variant)
+        for head_settings in chosen.of_layers(device, PLAIN):
+            attention(q, k, v, PLAIN, order=order, head_settings=head_settings)
         outs.append(attention(q, k, v, PLAIN, order=order, head_settings=fixed))
-    assert probe.relative_errors().isfinite().all()
     return outs
 
 

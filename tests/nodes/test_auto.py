@@ -63,7 +63,7 @@ def test_what_outlives_a_call_is_made_between_calls(load_pack, sampled, step, mo
 
         monkeypatch.setattr(owner, name, made_here)
 
-    for owner in (tune.Measurement, tune.Probe, tune.PassRecord):
+    for owner in (tune.Measurement, tune.PassRecord):
         watched(owner, "begin")
     watched(load_pack("sparge").HeadSettings, "_make_table")
 
@@ -77,7 +77,7 @@ def test_what_outlives_a_call_is_made_between_calls(load_pack, sampled, step, mo
     monkeypatch.setattr(forward, "attend", entered)
     sampled(step, DENSE_THEN_SPARSE, **AUTO)
     assert made == {
-        ("begin", False): 2 + len(DENSE_THEN_SPARSE),  # a measurement, a probe, a record a pass
+        ("begin", False): 1 + len(DENSE_THEN_SPARSE),  # a measurement, a record a pass
         ("_make_table", False): 1,  # of all layers, as all steps are alike
     }
 

@@ -81,12 +81,6 @@ def test_without_a_dense_step(told):
     assert got.tally.reasons == {"measuring": BLOCKS, NAN: 4 * BLOCKS} and NAN in got.line
 
 
-def test_those_that_come_later_may_be_anyones(told):
-    got = told(nan_of_a_weight, first=2)
-    assert got.tally.sparse == 3 * BLOCKS
-    assert "NaN or inf came into attention in sparse steps" in got.line and NAN not in got.line
-
-
 def test_what_is_not_finite_in_eight_bits_alone_is_not_the_models(load_pack, told, monkeypatch):
     line = told(nothing).line
     assert "NaN" not in line and " inf" not in line

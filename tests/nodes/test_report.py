@@ -47,7 +47,6 @@ def measured(load_pack, result):
         torch.tensor([0, 7]),
         torch.tensor([[0.05, 0.2], [0.3, 1.0]]),
         torch.tensor([[0.05, 0.07], [0.02, 0.0]]),
-        torch.tensor([[0.06, 0.10], [float("nan")] * 2]),
         torch.tensor([[0.2, 1.8], [1.0, 1.0]]),
         torch.tensor([[0.0, 1.0], [0.0, 0.0]]),
         {order_kind: 3 - place for place, order_kind in enumerate(load_pack("sparge").OrderKind)},
@@ -109,7 +108,7 @@ def test_what_else_is_told(result, report):
 def test_measured_heads_are_told(measured, report):
     line = report.summary(measured)
     assert "density 25.0 % (heads 5.0 % to 100.0 %)" in line
-    assert "predicted error 0.039; probed error 0.096" in line and "token order" not in line
+    assert "predicted error 0.039" in line and "token order" not in line
     details = report.details(measured).splitlines()
     assert details[:5] == [
         line,
@@ -119,8 +118,8 @@ def test_measured_heads_are_told(measured, report):
         "Density by step, %: 100 50 50.",
     ]
     first, second = (" ".join(line.split()) for line in details[-2:])
-    assert first == "0 12.5 % (5.0 % to 20.0 %) 0.068 0.096"
-    assert second == "7 65.0 % (30.0 % to 100.0 %) 0.010 -"
+    assert first == "0 12.5 % (5.0 % to 20.0 %) 0.068"
+    assert second == "7 65.0 % (30.0 % to 100.0 %) 0.010"
     (shape,) = measured.report.shapes
     line = report.summary(with_shapes(measured, shape, replace(shape, one_order=True)))
     assert "; measured one token order alone: the dense steps are few or short" in line
@@ -129,8 +128,8 @@ def test_measured_heads_are_told(measured, report):
 @pytest.mark.parametrize(
     ("head", "line", "layer", "bar"),
     [
-        (0, "predicted error 0.044; probed error 0.106", "0.078 0.106", 0.078),
-        (1, "predicted error 0.084; probed error 0.186", "0.158 0.186", 0.158),
+        (0, "predicted error 0.044", "0.078", 0.078),
+        (1, "predicted error 0.084", "0.158", 0.158),
     ],
     ids=["a quiet head", "a loud head"],
 )
@@ -139,12 +138,12 @@ def test_errors_count_by_head_weight(measured, report, head, line, layer, bar):
     (shape,) = measured.report.shapes
     off = torch.zeros(2, 2)
     off[0, head] = 0.1
-    more = replace(shape, predicted=shape.predicted + off, probed=shape.probed + off)
+    more = replace(shape, predicted=shape.predicted + off)
     result = with_shapes(measured, more)
     assert line in report.summary(result)
     first, second = report.details(result).splitlines()[-2:]
     assert first.split("%)")[1].split() == layer.split()
-    assert second.split("%)")[1].split() == ["0.010", "-"], "layer 7 has nothing to do with it"
+    assert second.split("%)")[1].split() == ["0.010"], "layer 7 has nothing to do with it"
     assert result.report.of_layers("predicted") == pytest.approx({0: bar, 7: 0.01})
 
 
@@ -158,11 +157,10 @@ def test_heads_of_two_shapes_count_by_head_weight(measured, report):
 
 
 def test_heads_that_count_nothing_have_no_mean(measured, report, picture):
-    """A profile may have such heads."""
     (shape,) = measured.report.shapes
     silent = with_shapes(measured, replace(shape, head_weight=torch.zeros(2, 2)))
     assert "error" not in report.summary(silent)
-    assert report.details(silent).splitlines()[-1].split()[-2:] == ["-", "-"]
+    assert report.details(silent).splitlines()[-1].split()[-1] == "-"
     assert shades(picture.draw(silent), picture.PREDICTED) == 0
 
 
@@ -264,11 +262,7 @@ def test_the_two_lines_on_the_node(load_pack, result, changes, expected):
 
 def test_the_verdict_says_how_near_it_is(load_pack, measured):
     verdict = load_pack("sparge.sampling").verdict
-    assert verdict(measured).split("\n")[1] == f"{SHARE}, error 10 %", "as probed"
-    (shape,) = measured.report.shapes
-    unprobed = replace(shape, probed=torch.full((2, 2), torch.nan))
-    said = verdict(with_shapes(measured, unprobed)).split("\n")[1]
-    assert said == f"{SHARE}, error 4 %", "as predicted"
+    assert verdict(measured).split("\n")[1] == f"{SHARE}, error 4 %"
 
 
 @pytest.fixture
@@ -297,7 +291,7 @@ def test_the_picture_shows_densities_and_errors(picture, measured):
         at = picture.TOP + round((row + 0.5) * tall), picture.LEFT + round((column + 0.5) * wide)
         colour = picture.coloured(torch.tensor(density)) if density > 0 else picture.EMPTY
         assert torch.equal((255 * image[0][at]).round(), torch.as_tensor(colour).float())
-    assert shades(image, picture.PREDICTED) > 2 * shades(image, picture.PROBED) > 0
+    assert shades(image, picture.PREDICTED) > 0
 
 
 def test_the_picture_says_what_it_shows(picture, measured, monkeypatch):
@@ -311,7 +305,7 @@ def test_the_picture_says_what_it_shows(picture, measured, monkeypatch):
     monkeypatch.setattr(picture, "write", listen)
     picture.draw(measured)
     headline = "3 of 4 calls were sparse"
-    told = {headline, "skipped", "computed", "layer", "step", "error", "predicted", "probed"}
+    told = {headline, "skipped", "computed", "layer", "step", "error"}
     assert told <= words.keys() and min(words.values()) >= 22
     assert max(words, key=lambda text: words[text]) == headline
     assert {"1", "2", "3", "0", "7"} <= words.keys(), "numbers of steps and layers"
@@ -319,7 +313,7 @@ def test_the_picture_says_what_it_shows(picture, measured, monkeypatch):
 
 def test_no_head_measured_and_nothing_run(picture, result):
     image = picture.draw(result())
-    assert shades(image, picture.PROBED) == 0 and inked(image) > 100
+    assert shades(image, picture.PREDICTED) == 0 and inked(image) > 100
     assert inked(picture.draw(result(by_step=torch.empty(0, 0)))) > 100
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sparge.tune import Aim, SettingsTable, StepSettings
-from sparge.tune.step_settings import PROBED_EVERY, probe_number, step_means
+from sparge.tune.step_settings import step_means
 
 LAYERS, HEADS = 2, 3
 
@@ -152,9 +152,3 @@ def test_what_the_next_step_gets_is_worked_out_ahead():
     settings.prepare(8)
     assert measured.worked_out == means[:2]
     assert float(settings.first.density[0, 0]) == pytest.approx(0.2), "as if all steps were alike"
-
-
-def test_every_layer_is_probed_once_in_some_steps_and_each_time_by_another_number():
-    for layer in range(30):
-        found = [probe_number(layer, step) for step in range(3 * PROBED_EVERY)]
-        assert [number for number in found if number is not None] == [0, 1, 2]
