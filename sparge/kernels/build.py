@@ -11,17 +11,16 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from . import nvrtc
-from .compile import Compiler, NvccCompiler, NvrtcCompiler
+from .compile import NvrtcCompiler
 from .cubin import Cubin
 from .folder import cache_folder, distrust, make_folder
-from .graph import Job, fits_ninja, ninja_program, run_in_process, run_ninja
+from .graph import Job, ninja_program, run_ninja
 from .source import find_csrc
 from .spec import ARCHS, RELEASE_ARCHS, KernelSpec, all_specs, native_specs
-from .store import Store, entry_stem, prebuilt_folder
+from .store import Store, entry_stem
 
 NO_CACHE = "this user has no cache folder: set SPARGE_CACHE to one"
 
@@ -35,11 +34,7 @@ def build(job: Job, workers: int) -> dict[KernelSpec, Cubin | None]:
     make_folder(job.out)
     if why := distrust(job.out):
         raise PermissionError(f"no kernels are built there: {why}, or choose a folder of your own")
-    ninja = ninja_program()
-    if ninja and fits_ninja(job):
-        done = run_ninja(ninja, job, workers)
-    else:
-        done = run_in_process(job, workers)
+    done = run_ninja(ninja_program(), job, workers)
     store, sources = Store(job.out), job.sources()
     # ninja knows times, not checksums: a damaged file is built anew here.
     fetch = store.get if done else store.find
@@ -47,7 +42,7 @@ def build(job: Job, workers: int) -> dict[KernelSpec, Cubin | None]:
 
 
 def prepare(arch: str) -> dict[KernelSpec, Cubin | None]:
-    """Put what a user of ``arch`` can reach, and no release ships, into the user's cache.
+    """Put what a user of ``arch`` can reach into the user's cache.
 
     Uses every core with any NVRTC, which the threads of ``warm`` do only from 13.0 on.
     Returns and raises as ``build``; NvrtcNotFoundError without a compiler.
@@ -55,11 +50,8 @@ def prepare(arch: str) -> dict[KernelSpec, Cubin | None]:
     out = cache_folder()
     if out is None:
         raise OSError(NO_CACHE)
-    compiler = _compiler("nvrtc", None)
-    job = Job(tuple(native_specs(arch)), find_csrc(), out.absolute(), compiler)
-    shipped, sources = Store(None, prebuilt_folder()), job.sources()
-    missing = (s for s in job.specs if shipped.find(s, sources[s.entry], compiler) is None)
-    return build(replace(job, specs=tuple(missing)), os.cpu_count() or 1)
+    job = Job(tuple(native_specs(arch)), find_csrc(), out.absolute(), _compiler(None))
+    return build(job, os.cpu_count() or 1)
 
 
 def prune(job: Job) -> list[Path]:
@@ -76,33 +68,10 @@ def prune(job: Job) -> list[Path]:
     return gone
 
 
-def table(built: dict[KernelSpec, Cubin | None]) -> str:
-    """Registers and stack per thread, shared memory per block, spills: one line a kernel."""
-    lines = [
-        f"{'kernel':36}{'threads':>8}{'registers':>10}{'shared':>8}{'stack':>7}{'spills':>7}{'KiB':>6}"
-    ]
-    for spec, cubin in built.items():
-        if cubin is None:
-            lines.append(f"{spec.id:36}  failed")
-            continue
-        report, info = cubin.report, cubin.info
-        if report is None:
-            lines.append(f"{spec.id:36}{info.threads:8}  the compiler reported no resources")
-            continue
-        shared = report.static_shared + info.shared_bytes
-        lines.append(
-            f"{spec.id:36}{info.threads:8}{report.registers:10}{shared:8}{report.stack:7}"
-            f"{report.spills:7}{len(cubin.image) // 1024:6}"
-        )
-        lines += [f"    {note}" for note in report.notes]
-    return "\n".join(lines)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m sparge.kernels.build", description=__doc__)
     parser.add_argument("--arch", action="append", choices=[*ARCHS, "all"], required=True)
     parser.add_argument("--out", type=Path, help="folder for the cubins (default: user's cache)")
-    parser.add_argument("--with", dest="compiler", choices=["nvrtc", "nvcc"], default="nvrtc")
     parser.add_argument("--nvrtc", type=Path, help="an NVRTC library other than torch's")
     parser.add_argument("--csrc", type=Path, help="other CUDA sources than the pack's")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
@@ -110,10 +79,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out = chosen.out or cache_folder()
     if out is None:
         parser.error(f"{NO_CACHE}, or give --out")
-    if chosen.compiler == "nvcc" and chosen.out is None:
-        parser.error("--with nvcc needs --out: the library's cache holds NVRTC's kernels")
     try:
-        compiler = _compiler(chosen.compiler, chosen.nvrtc)
+        compiler = _compiler(chosen.nvrtc)
         job = _job(chosen.arch, out.absolute(), chosen.csrc, compiler)
         started = time.monotonic()
         built = build(job, max(1, chosen.jobs))
@@ -122,7 +89,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (nvrtc.NvrtcNotFoundError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
-    print(table(built))
     failed = sum(cubin is None for cubin in built.values())
     seconds = time.monotonic() - started
     print(f"{len(built) - failed} kernels in {out} with {compiler.label}, {seconds:.1f} s")
@@ -131,15 +97,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if failed else 0
 
 
-def _job(archs: Sequence[str], out: Path, csrc: Path | None, compiler: Compiler) -> Job:
+def _job(archs: Sequence[str], out: Path, csrc: Path | None, compiler: NvrtcCompiler) -> Job:
     names = dict.fromkeys(n for a in archs for n in (RELEASE_ARCHS if a == "all" else (a,)))
     specs = tuple(spec for name in names for spec in all_specs(name))
     return Job(specs, (csrc or find_csrc()).absolute(), out, compiler)
 
 
-def _compiler(name: str, library: Path | None) -> Compiler:
-    if name == "nvcc":
-        return NvccCompiler()
+def _compiler(library: Path | None) -> NvrtcCompiler:
     if library is not None:
         return NvrtcCompiler(nvrtc.Nvrtc(library))
     from .device import compiler  # imports torch, to know its CUDA version

@@ -9,7 +9,6 @@ from ctypes import Structure, sizeof
 from dataclasses import dataclass
 
 from .params import SIZES
-from .report import Report
 from .spec import ARCHS, KernelSpec
 
 _CUDA = 190  # the machine that cubins are for, in ELF's list
@@ -33,10 +32,10 @@ class LaunchInfo:
 
 @dataclass(frozen=True)
 class Cubin:
-    """A compiled kernel: the ELF image and what the assembler said about it."""
+    """A compiled kernel: the ELF image, and what the assembler said of it."""
 
     image: bytes
-    report: Report | None
+    log: str
 
     @property
     def info(self) -> LaunchInfo:

@@ -21,7 +21,7 @@ def _enter(package: str, folder: Path) -> None:
 
 def main(arguments: list[str]) -> int:
     from sparge.errors import KernelBuildError
-    from sparge.kernels.compile import NvccCompiler, NvrtcCompiler
+    from sparge.kernels.compile import NvrtcCompiler
     from sparge.kernels.nvrtc import Nvrtc
     from sparge.kernels.source import read_sources
     from sparge.kernels.spec import spec_from_id
@@ -31,10 +31,10 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("spec")
     parser.add_argument("--csrc", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--nvrtc", type=Path, help="NVRTC library; without it, nvcc")
+    parser.add_argument("--nvrtc", type=Path, required=True)
     chosen = parser.parse_args(arguments)
     spec = spec_from_id(chosen.spec)
-    compiler = NvrtcCompiler(Nvrtc(chosen.nvrtc)) if chosen.nvrtc else NvccCompiler()
+    compiler = NvrtcCompiler(Nvrtc(chosen.nvrtc))
     try:
         Store(chosen.out).get(spec, read_sources(spec.entry, chosen.csrc), compiler)
     except KernelBuildError as error:

@@ -14,7 +14,6 @@ from pathlib import Path
 from ..common.whole_file import write_whole
 from .cubin import Cubin, check_image
 from .folder import make_folder, read_file
-from .report import Report
 from .spec import KernelSpec
 
 logger = logging.getLogger("sparge")
@@ -38,8 +37,7 @@ def read_entry(path: Path, spec: KernelSpec, in_cache: bool = True) -> Cubin | N
         if facts["sha256"] != hashlib.sha256(image).hexdigest():
             raise ValueError("its checksum does not fit")
         check_image(image, spec)
-        report = facts["report"]
-        cubin = Cubin(image, None if report is None else Report.from_json(report))
+        cubin = Cubin(image, str(facts["log"]))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -53,12 +51,11 @@ def read_entry(path: Path, spec: KernelSpec, in_cache: bool = True) -> Cubin | N
 def write_entry(path: Path, cubin: Cubin, spec: KernelSpec) -> None:
     """Publish an entry; raises OSError when the folder cannot be written."""
     make_folder(path.parent)
-    report = None if cubin.report is None else cubin.report.to_json()
     facts = {
         "name": path.stem,
         "target": spec.arch,
         "sha256": hashlib.sha256(cubin.image).hexdigest(),
-        "report": report,
+        "log": cubin.log,
     }
     _publish(path, cubin.image)
     text = json.dumps(facts, indent=1, sort_keys=True) + "\n"

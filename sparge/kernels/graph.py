@@ -1,24 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build many cubins at once: as a ninja graph, one edge each, or in process without ninja."""
+"""Build many cubins at once: as a ninja graph, one edge each."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-import re
 import shlex
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..common.whole_file import write_whole
-from ..errors import KernelBuildError
-from .compile import Compiler, NvrtcCompiler
+from .compile import NvrtcCompiler
 from .folder import cache_folder, is_private, make_folder
 from .source import Sources, read_sources
 from .spec import KernelSpec
@@ -32,7 +29,7 @@ class Job:
     specs: tuple[KernelSpec, ...]
     csrc: Path
     out: Path
-    compiler: Compiler
+    compiler: NvrtcCompiler
 
     def sources(self) -> dict[str, Sources]:
         """Per entry. Raises FileNotFoundError when an entry or header is missing."""
@@ -40,19 +37,11 @@ class Job:
         return {entry: read_sources(entry, self.csrc) for entry in entries}
 
 
-def ninja_program() -> Path | None:
-    """ninja from its Python wheel, or None: what PATH offers is not asked."""
-    try:
-        import ninja
-    except ImportError:
-        return None
-    program = Path(ninja.BIN_DIR, "ninja.exe" if sys.platform == "win32" else "ninja")
-    return program if program.is_file() else None
+def ninja_program() -> Path:
+    """ninja from its Python wheel, which the requirements name: what PATH offers is not asked."""
+    import ninja
 
-
-def fits_ninja(job: Job) -> bool:
-    """Whether its language has words for the paths."""
-    return not re.search(r"[|\n\r]", f"{job.csrc} {job.out} {__file__}")
+    return Path(ninja.BIN_DIR, "ninja.exe" if sys.platform == "win32" else "ninja")
 
 
 def run_ninja(ninja: Path, job: Job, workers: int) -> bool:
@@ -64,23 +53,6 @@ def run_ninja(ninja: Path, job: Job, workers: int) -> bool:
         return subprocess.run(command).returncode == 0
 
 
-def run_in_process(job: Job, workers: int) -> bool:
-    """Builds what is missing without ninja, in threads; True when every kernel succeeded."""
-    store, sources = Store(job.out), job.sources()
-
-    def build(spec: KernelSpec) -> bool:
-        try:
-            store.get(spec, sources[spec.entry], job.compiler)
-        except KernelBuildError as error:
-            print(error)
-            return False
-        print(spec.id)
-        return True
-
-    with ThreadPoolExecutor(workers) as pool:
-        return all(list(pool.map(build, job.specs)))
-
-
 def write_graph(job: Job) -> str:
     """The text of ``build.ninja``.
 
@@ -90,8 +62,7 @@ def write_graph(job: Job) -> str:
     store, sources = Store(job.out), job.sources()
     edge = Path(__file__).with_name("edge.py")
     command = [sys.executable, str(edge), "--csrc", str(job.csrc), "--out", str(job.out)]
-    if isinstance(job.compiler, NvrtcCompiler):
-        command += ["--nvrtc", str(job.compiler.nvrtc.path)]
+    command += ["--nvrtc", str(job.compiler.nvrtc.path)]
     lines = [
         "ninja_required_version = 1.5",
         "rule cubin",

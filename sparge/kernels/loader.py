@@ -22,7 +22,7 @@ from .folder import cache_folder
 from .nvrtc import NvrtcNotFoundError
 from .source import read_sources
 from .spec import KernelSpec, native_specs
-from .store import Store, prebuilt_folder
+from .store import Store
 
 logger = logging.getLogger("sparge")
 
@@ -131,7 +131,7 @@ def _load(spec: KernelSpec, device_index: int) -> Kernel:
 
 @functools.cache
 def _store() -> Store:
-    return Store(cache_folder(), prebuilt_folder())
+    return Store(cache_folder())
 
 
 def _lock(key: tuple[KernelSpec, int]) -> threading.Lock:

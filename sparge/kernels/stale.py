@@ -15,7 +15,7 @@ from .entry import DAY
 UNUSED_DAYS = 60
 UNFINISHED_DAYS = 1
 #: Up to the suffix: the id of a spec, a hash, a compiler.
-_ENTRY = re.compile(r"([a-z0-9_-]+\.[0-9a-f]{16})\.(?:nvrtc|nvcc)\d+\.\d+")
+_ENTRY = re.compile(r"([a-z0-9_-]+\.[0-9a-f]{16})\.nvrtc\d+\.\d+")
 #: ``.tmp`` ended the names that earlier versions wrote first.
 _BEGUN = re.compile(rf".+\.(?:cubin|json)\.[^.]+(?:\.tmp|{re.escape(UNFINISHED)})")
 

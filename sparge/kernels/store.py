@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cubins on disk: ``prebuilt/`` first, then the user's cache, then compile and keep.
+"""Cubins on disk: the user's cache, then compile and keep.
 
 An entry is ``<spec id>.<key>.<compiler>.cubin`` and a ``.json`` of the same stem, with its name,
-the assembler's report and the cubin's checksum. The JSON is written last, so a cubin without one,
+the assembler's words and the cubin's checksum. The JSON is written last, so a cubin without one,
 or with one that does not fit, is no entry. Nothing is locked: two writers of one entry write the
 same bytes, and each file appears by a rename.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import sys
 import threading
 from pathlib import Path
 
@@ -19,19 +18,14 @@ from .compile import Compiler, options_key
 from .cubin import Cubin
 from .entry import read_entry, write_entry
 from .folder import distrust, make_folder
-from .source import Sources, find_csrc, read_sources
+from .source import Sources, read_sources
 from .spec import KernelSpec, spec_from_id
 from .stale import remove_stale
 
 logger = logging.getLogger("sparge")
 
 #: Changes with what the JSON of an entry must say.
-_FORMAT = "2"
-
-
-def prebuilt_folder() -> Path:
-    """Folder where a release may ship cubins: beside csrc. It need not exist."""
-    return find_csrc().parent / "prebuilt"
+_FORMAT = "3"
 
 
 def entry_stem(spec: KernelSpec, sources: Sources) -> str:
@@ -42,11 +36,10 @@ def entry_stem(spec: KernelSpec, sources: Sources) -> str:
 
 
 class Store:
-    """Cubins in ``cache`` (None: in memory only), after those in ``prebuilt``."""
+    """Cubins in ``cache``; None: in memory only."""
 
-    def __init__(self, cache: Path | None, prebuilt: Path | None = None) -> None:
+    def __init__(self, cache: Path | None) -> None:
         self.cache = cache
-        self.prebuilt = prebuilt
         self._memory: dict[str, Cubin] = {}
         self._warned = self._tidied = False
         self._once = threading.Lock()
@@ -62,8 +55,6 @@ class Store:
         stem = entry_stem(spec, sources)
         if kept := self._memory.get(f"{stem}.{compiler.label}"):
             return kept
-        if cubin := self._find_prebuilt(spec, stem, compiler):
-            return cubin
         path = self.path(spec, sources, compiler)
         return read_entry(path, spec) if path and not self._refused() else None
 
@@ -80,17 +71,6 @@ class Store:
             self._keep(cubin, spec, sources, compiler)
         self._tidy(sources.root)
         return cubin
-
-    def _find_prebuilt(self, spec: KernelSpec, stem: str, compiler: Compiler) -> Cubin | None:
-        if self.prebuilt is None:
-            return None
-        for path in sorted(self.prebuilt.glob(f"{stem}.*.cubin")):
-            # A driver refuses cubins of a newer CUDA major; the local compiler fits the driver.
-            fits = _major(path) <= compiler.version[0]
-            # Whoever can write there can change this code too: it may be anybody's.
-            if fits and (cubin := read_entry(path, spec, in_cache=False)):
-                return cubin
-        return None
 
     def _refused(self) -> bool:
         """Whether others could put code into the cache; said once."""
@@ -141,10 +121,3 @@ def _is_current(stem: str, csrc: Path) -> bool:
         return entry_stem(spec, read_sources(spec.entry, csrc)) == stem
     except (ValueError, OSError):  # a kernel that there was once
         return False
-
-
-def _major(path: Path) -> int:
-    """CUDA major version out of ``...nvrtc13.0.cubin``."""
-    label = path.name.split(".", 2)[2]
-    digits = label.removeprefix("nvrtc").removeprefix("nvcc").split(".")[0]
-    return int(digits) if digits.isdigit() else sys.maxsize

@@ -33,9 +33,7 @@ def job(csrc, tmp_path, compiler) -> graph.Job:
 
 @pytest.fixture
 def ninja() -> Path:
-    program = graph.ninja_program()
-    assert program is not None, "install requirements-dev.txt"
-    return program
+    return graph.ninja_program()
 
 
 def append(file: Path) -> None:
@@ -77,18 +75,13 @@ def test_a_folder_that_others_may_write_is_not_built_into(job, csrc, capsys):
     assert list(job.out.iterdir()) == []
 
 
-def test_prepare_fills_the_users_cache_with_what_no_release_ships(
-    csrc, tmp_path, compiler, own_cache, monkeypatch
-):
+def test_prepare_fills_the_users_cache(csrc, compiler, own_cache, monkeypatch):
     monkeypatch.setattr(build_module, "find_csrc", lambda: csrc)
-    monkeypatch.setattr(build_module, "prebuilt_folder", lambda: tmp_path / "prebuilt")
-    monkeypatch.setattr(build_module, "_compiler", lambda name, library: compiler)
-    shipped = KernelSpec("route", "sm_89")
-    build_module.build(graph.Job((shipped,), csrc, tmp_path / "prebuilt", compiler), 1)
-    wanted = [shipped, *native_specs("sm_89")[:2]]
+    monkeypatch.setattr(build_module, "_compiler", lambda library: compiler)
+    wanted = native_specs("sm_89")[:2]
     monkeypatch.setattr(build_module, "native_specs", lambda arch: wanted)
     built = build_module.prepare("sm_89")
-    assert set(built) == set(wanted) - {shipped} and all(built.values())
+    assert set(built) == set(wanted) and all(built.values())
     assert len(list(own_cache.glob("*.cubin"))) == len(built)
     monkeypatch.setattr(build_module, "cache_folder", lambda: None)
     with pytest.raises(OSError, match="SPARGE_CACHE"):
@@ -136,20 +129,14 @@ def test_ninja_runs_nothing_that_others_may_write(job, ninja, own_cache, monkeyp
     assert runs_elsewhere() and not job.out.exists()
 
 
-@pytest.mark.parametrize("with_ninja", [True, False])
-def test_damaged_missing_and_broken_kernels(job, csrc, capfd, monkeypatch, tmp_path, with_ninja):
-    """Ninja, of this environment alone, and this process make the same files."""
+def test_damaged_missing_and_broken_kernels(job, csrc, capfd, monkeypatch, tmp_path):
+    """By the ninja of this environment alone."""
     decoy = tmp_path / "ninja"
     decoy.write_text("#!/bin/sh\n")
     decoy.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     built = build_module.build(job, 2)
     made = contents(job.out)
-    if not with_ninja:
-        monkeypatch.setitem(sys.modules, "ninja", None)
-        assert graph.ninja_program() is None
-        job = graph.Job(job.specs, job.csrc, tmp_path / "other", job.compiler)
-        assert build_module.build(job, 2) == built
     means, route = (next(job.out.glob(f"{name}.*.cubin")) for name in (MEANS, ROUTE))
     means.unlink()
     route.write_bytes(b"damaged")
@@ -158,15 +145,7 @@ def test_damaged_missing_and_broken_kernels(job, csrc, capfd, monkeypatch, tmp_p
     (csrc / "route.cu").write_text("#error broken here\n")
     built = build_module.build(job, 2)
     assert [cubin is None for cubin in built.values()] == [False, True], "it fails alone"
-    assert "broken here" in capfd.readouterr().out and "failed" in build_module.table(built)
-
-
-@posix
-def test_paths_that_ninja_has_no_words_for(csrc, tmp_path, compiler, monkeypatch):
-    monkeypatch.setattr(build_module, "run_ninja", lambda *_: pytest.fail("ninja ran"))
-    for name in ("a|b", "two\nlines"):
-        job = graph.Job(SPECS[:1], csrc, tmp_path / name, compiler)
-        assert all(build_module.build(job, 1).values())
+    assert "broken here" in capfd.readouterr().out
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other file systems have no such names")
@@ -181,10 +160,6 @@ def test_command_line(csrc, tmp_path, capfd, monkeypatch):
     arguments = ["--arch", "sm_80", "--csrc", str(csrc), "--out", str(out), "--jobs", "2"]
     assert build_module.main(arguments) == 0
     text = capfd.readouterr().out
-    rows = {line.split()[0]: line.split()[1:] for line in text.splitlines() if line.strip()}
-    for spec in specs:
-        threads, registers, shared, stack, spills, _ = map(int, rows[spec.id])
-        assert (threads, shared, stack, spills) == (96, 4096, 0, 0) and registers > 0
     assert f"{len(specs)} kernels in {out}" in text
 
     stranger = out / "means-sm_90a-d128.0123.nvrtc13.0.cubin"
@@ -196,9 +171,6 @@ def test_command_line(csrc, tmp_path, capfd, monkeypatch):
     (csrc / f"{specs[0].entry}.cu").write_text("#error broken here\n")
     assert build_module.main(arguments) == 1
     assert "broken here" in capfd.readouterr().out
-    with pytest.raises(SystemExit):
-        build_module.main(["--arch", "sm_80", "--with", "nvcc"])
-    assert "--out" in capfd.readouterr().err
     arguments[arguments.index(str(csrc))] = str(tmp_path / "absent")
     assert build_module.main(arguments) == 1
     assert "csrc has no" in capfd.readouterr().err

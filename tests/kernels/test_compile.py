@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
+import re
 from dataclasses import replace
 
 import pytest
 
 from sparge.errors import KernelBuildError
-from sparge.kernels.compile import NvccCompiler
 from sparge.kernels.cubin import read_static_shared
 from sparge.kernels.params import PARAMS
 from sparge.kernels.source import read_sources
@@ -38,36 +37,32 @@ def test_kernel_compiles_and_fits(spec: KernelSpec, pack_cubin, request: pytest.
     if has_twin(spec) and not request.config.getoption("--all-kernels"):
         pytest.skip("another kernel has its code; --all-kernels compiles it too")
     cubin = pack_cubin(spec)
-    info, report = cubin.info, cubin.report
-    assert report is not None
+    info, static = cubin.info, read_static_shared(cubin.image, spec.entry)
     assert info.threads % 32 == 0 and 0 < info.threads <= 1024
     # The driver keeps 1 KiB of each block's for itself, which these limits leave out already.
-    assert info.shared_bytes + report.static_shared <= ARCHS[spec.arch].shared_limit
-    assert read_static_shared(cubin.image, spec.entry) == report.static_shared
-    assert report.registers * info.threads <= 65536
-    assert (report.notes, report.spills, report.stack) == ((), 0, 0)
+    assert info.shared_bytes + static <= ARCHS[spec.arch].shared_limit
+    registers = re.search(r"Used (\d+) registers", cubin.log)
+    assert registers and int(registers[1]) * info.threads <= 65536
+    assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in cubin.log
+    # Warnings, and the C75xx notes that say wgmma was serialised.
+    assert not re.search(r"warning( #|\s*:)|Potential Performance Loss", cubin.log, re.IGNORECASE)
 
 
-@pytest.mark.parametrize("nvcc", [False, True], ids=["nvrtc", "nvcc"])
-def test_a_kernel_that_does_not_compile_brings_the_log(nvcc, compiler, csrc):
-    if nvcc and shutil.which("nvcc") is None:
-        pytest.skip("nvcc is not on PATH")
-    compiler = NvccCompiler() if nvcc else compiler
+def test_a_kernel_that_does_not_compile_brings_the_log(compiler, csrc):
     spec = KernelSpec("route", "sm_80")
     cubin = compiler.compile(spec, read_sources("route", csrc))
-    assert compiler.label.startswith("nvcc" if nvcc else "nvrtc")
     assert cubin.info.shared_bytes == 4096
-    assert cubin.report is not None and cubin.report.registers > 0
+    assert "registers" in cubin.log
     (csrc / "common" / "twice.cuh").write_text("#error not today\n")
     with pytest.raises(KernelBuildError, match="route-sm_80-d128") as caught:
         compiler.compile(spec, read_sources("route", csrc))
     log = caught.value.log.replace('"', "")
-    assert nvcc or "common/twice.cuh(1): catastrophic error: #error directive: not today" in log
+    assert "common/twice.cuh(1): catastrophic error: #error directive: not today" in log
     assert "not today" in log
 
 
 def test_the_drivers_cache_is_left_out_where_nvrtc_would_use_it(compiler, csrc, monkeypatch):
-    """NVRTC 12.9 and later find kernels there that come without a report."""
+    """NVRTC 12.9 and later find kernels there that come without the assembler's words."""
     told: list[list[str]] = []
     build = compiler.nvrtc.compile
 
@@ -92,5 +87,4 @@ def test_each_option_reaches_the_device(compiler, csrc):
         "constexpr int plain(int x) { return x + 1; }\n"
         "__device__ int use(int x) { return plain(x); }\n"
     )
-    # The host pass of nvcc knows no __CUDA_ARCH__; NVRTC has no host pass.
     assert compiler.compile(spec, replace(sources, text=sources.text + check)).info.threads == 96

@@ -93,16 +93,9 @@ def test_a_whole_entry_is_read_and_another_kernel_under_its_name_is_not(kept, cs
 
 
 def test_a_json_that_is_none_or_does_not_fit(kept):
-    report = json.loads(kept.beside.read_text())["report"]
-    reports = [
-        {"registers": "40"}, {"registers": -1}, {"registers": True}, {"registers": MISSING},
-        {"stack": 1.5}, {"notes": 5}, {"notes": [5]}, {"notes": ["\ud800"]},
-    ]  # fmt: skip
     facts = [
-        *({field: MISSING} for field in ("name", "target", "sha256", "report")),
+        *({field: MISSING} for field in ("name", "target", "sha256", "log")),
         {"name": "means"}, {"target": "sm_80"}, {"sha256": "0" * 64}, {"sha256": None},
-        {"report": 5}, {"report": {}},
-        *({"report": without_missing(report | change)} for change in reports),
     ]  # fmt: skip
     for change in facts:
         kept.write(**change)

@@ -124,7 +124,7 @@ def test_what_the_driver_refuses_is_built_anew_once(first, anew, loaded, monkeyp
             raise DriverError("cuModuleLoadData", 1, image.decode(), "no")
         return image
 
-    images = {False: Cubin(first.encode(), None), True: Cubin(anew.encode(), None)}
+    images = {False: Cubin(first.encode(), ""), True: Cubin(anew.encode(), "")}
     monkeypatch.setattr(loader, "Kernel", kernel)
     monkeypatch.setattr(loader, "capabilities", lambda device: Capability(True, "", "sm_90a"))
     monkeypatch.setattr(loader, "load_cubin", lambda spec, anew=False: images[anew])
