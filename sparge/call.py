@@ -23,8 +23,6 @@ from .checks.validate import (
 from .errors import Unsupported
 from .head_settings import HeadSettings
 from .kernels import Element, capabilities, native_element
-from .kernels.chosen import chosen_element
-from .kernels.spec import VARIED, of_dtype
 from .order.grid import TokenOrder
 from .policy import Precision, SparsePolicy, operand_dtype
 from .stages.workspace import CallShape
@@ -62,7 +60,7 @@ class CheckedCall:
     @property
     def element(self) -> Element:
         policy = self.policy
-        return element_of(policy.precision, self.q, *self._read, pv_filter=policy.pv_filter)
+        return element_of(policy.precision, self.q, *self._read)
 
     @property
     def _read(self) -> tuple[Tensor, ...]:
@@ -122,19 +120,12 @@ class CheckedCall:
         )
 
 
-def element_of(
-    precision: Precision, q: Tensor, *others: Tensor, pv_filter: bool = False
-) -> Element:
-    """Operand types that ``precision`` means on q's device, for k and v of these dtypes.
-
-    With the PV filter they are the target's own: variants are built without it.
-    """
+def element_of(precision: Precision, q: Tensor, *others: Tensor) -> Element:
+    """Operand types that ``precision`` means on q's device, for k and v of these dtypes."""
     if precision is Precision.INT8_FP16:
         return Element.INT8_FP16
     arch = capabilities(q.device).arch
     dtype = operand_dtype(*(tensor.dtype for tensor in (q, *others)))
-    if precision is Precision.INT8 and not pv_filter and arch in VARIED:
-        return of_dtype(chosen_element(q.device, arch, int(q.shape[-1])), dtype)
     return native_element(arch, precision is Precision.SIXTEEN_BIT, dtype)
 
 

@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from sparge.kernels import chosen, device
+from sparge.kernels import device
 
 Inputs = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
@@ -133,11 +133,10 @@ def fresh_targets(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 @pytest.fixture
 def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
     """pretend_gpu(arch): `sparge.stages.pipeline`, the module, on a pretended GPU of that target
-    whose kernels nobody calls yet and for which no variant is chosen."""
+    whose kernels nobody calls yet."""
 
     def pretend(arch: str) -> ModuleType:
         capability = device.Capability(True, "", arch)
-        monkeypatch.setattr(chosen, "_choices", chosen.Choices())
         for name in ("sparge.stages.launch", "sparge.call", "sparge.stages.pipeline"):
             module = importlib.import_module(name)
             monkeypatch.setattr(module, "capabilities", lambda _: capability)

@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import sparge
 from sparge import AttentionStats, SparsePolicy
-from sparge.kernels import Capability, Element, chosen
+from sparge.kernels import Capability
 from sparge.stats import Counter
 
 CASES: dict[str, dict[str, Any]] = {
@@ -95,27 +95,6 @@ def test_one_graph_with_true_strides(pretended_gpu: ModuleType, monkeypatch) -> 
 
 #: Place of the element among the arguments of an op.
 ELEMENT_AT = {"quantize": 4, "route": 2, "attend": 4}
-
-
-def test_a_trace_and_all_calls_after_it_have_one_variant(pretend_gpu) -> None:
-    pretend_gpu("sm_120a")
-    chosen.choose(0, "sm_120a", {64: Element.INT8_E4M3})
-    q, k, v = (torch.randn(1, 4, 300, 64, dtype=torch.bfloat16) for _ in range(3))
-    found: list[list[Any]] = []
-
-    def capture(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> None:
-        nodes = [node for node in graph.graph.nodes if "sparge." in str(node.target)]
-        names = ops_of(graph.graph)
-        found.append([n.args[ELEMENT_AT[name]] for n, name in zip(nodes, names, strict=True)])
-        raise NotImplementedError("captured")
-
-    for _ in range(2):
-        torch._dynamo.reset()
-        attend: Any = torch.compile(sparge.attention, fullgraph=True, backend=capture)
-        with pytest.raises(Exception, match="captured"):
-            attend(q, k, v)
-        chosen.choose(0, "sm_120a", {64: Element.BF16})
-    assert found == [[Element.INT8_E4M3] * 3] * 2
 
 
 def ops_of(graph: torch.fx.Graph) -> list[str]:

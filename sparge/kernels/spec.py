@@ -93,7 +93,7 @@ _INTEGER_PATHS = (86, 89, 120)
 #: Paths that kernels of an element are built for; of an element that is not here, all. Tests alone
 #: use integer values on sm_90a.
 _BUILT = {
-    Element.INT8_E4M3: (89, HOPPER_PATH, 120),
+    Element.INT8_E4M3: (HOPPER_PATH,),
     Element.INT8_INT8: (*_INTEGER_PATHS, HOPPER_PATH),
 }
 #: B300 runs INT8 products at a fifteenth of the rate of 16-bit ones, as published; nobody has run
@@ -166,19 +166,9 @@ def native_element(arch: str, sixteen_bit: bool, dtype: object) -> Element:
     return Element.INT8_E4M3 if path == HOPPER_PATH else Element.INT8_FP16
 
 
-def variants(arch: str) -> tuple[Element, ...]:
-    """Operand types that 8-bit calls of ``arch`` may have, its own first.
-
-    Where there are several, which one is fastest is measured on the user's GPU: cards of one
-    compute capability differ in the rate of products with float32 sums. BF16 stands for 16-bit
-    operands of either type (`of_dtype`).
-    """
-    own = native_element(arch, sixteen_bit=False, dtype=None)
-    path = ARCHS[arch].path
-    if path not in _INTEGER_PATHS:
-        return (own,)
-    e4m3 = (Element.INT8_E4M3,) if path in _BUILT[Element.INT8_E4M3] else ()
-    return (own, *e4m3, Element.BF16)
+def eight_bit_element(arch: str) -> Element:
+    """Operand types of 8-bit calls of ``arch``; BF16 stands for 16-bit ones of either type."""
+    return native_element(arch, sixteen_bit=False, dtype=None)
 
 
 def measuring_element(arch: str) -> Element:
@@ -187,17 +177,8 @@ def measuring_element(arch: str) -> Element:
     They are quantized: 16-bit keys are not centred, and pooled keys, which they would be compared
     with, are.
     """
-    own = variants(arch)[0]
+    own = eight_bit_element(arch)
     return own if own.quantized else Element.INT8_FP16
-
-
-#: Targets with more than one variant.
-VARIED = frozenset(arch for arch in ARCHS if len(variants(arch)) > 1)
-
-
-def of_dtype(element: Element, dtype: object) -> Element:
-    """The element for 16-bit operands of ``dtype``, where it has 16-bit operands."""
-    return element if element.quantized else native_element("sm_80", True, dtype)
 
 
 @dataclass(frozen=True)
@@ -230,15 +211,11 @@ def attend_path(arch: str, element: Element) -> AttendPath:
 
 def pv_filter_saves(arch: str) -> bool:
     """Whether the PV filter makes 8-bit attention faster; elsewhere it only makes it less exact."""
-    return attend_path(arch, variants(arch)[0]).filter_saves
+    return attend_path(arch, eight_bit_element(arch)).filter_saves
 
 
 def all_specs(arch: str) -> list[KernelSpec]:
-    """Every kernel that exists for ``arch``, each once, entries in launch order.
-
-    E4M3 has no PV filter beside integer values, for which ptxas would spill on sm_89: calls with
-    the filter keep the target's own operand types.
-    """
+    """Every kernel that exists for ``arch``, each once, entries in launch order."""
     path = ARCHS[arch].path
     elements = [e for e in Element if path in _BUILT.get(e, (path,))]
     specs = (
@@ -247,7 +224,6 @@ def all_specs(arch: str) -> list[KernelSpec]:
         for head_dim in HEAD_DIMS
         for element in elements
         for pv_filter in (False, True)
-        if not (pv_filter and element is Element.INT8_E4M3 and path in _INTEGER_PATHS)
         if entry not in HOPPER_ENTRIES or attend_path(arch, element).entry == entry
     )
     return list(dict.fromkeys(specs))
@@ -255,7 +231,7 @@ def all_specs(arch: str) -> list[KernelSpec]:
 
 def native_specs(arch: str) -> list[KernelSpec]:
     """Specs of ``all_specs`` that a user's call can reach: what is worth compiling ahead."""
-    reached = (*variants(arch), measuring_element(arch), Element.BF16, Element.FP16)
+    reached = (eight_bit_element(arch), measuring_element(arch), Element.BF16, Element.FP16)
     return [
         spec
         for spec in all_specs(arch)
@@ -264,16 +240,6 @@ def native_specs(arch: str) -> list[KernelSpec]:
             spec.element in reached
             and (spec.entry == "quantize" or spec.entry == attend_path(arch, spec.element).entry)
         )
-    ]
-
-
-def specs_of_element(arch: str, element: Element) -> list[KernelSpec]:
-    """Kernels for which ``element`` matters, without the PV filter; of 16 bits, of both types."""
-    elements = (element,) if element.quantized else (Element.BF16, Element.FP16)
-    return [
-        spec
-        for spec in native_specs(arch)
-        if spec.reads_element and spec.element in elements and not spec.pv_filter
     ]
 
 

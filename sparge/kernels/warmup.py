@@ -13,16 +13,13 @@ import torch
 from ..errors import KernelBuildError, Unsupported
 from .device import capabilities
 from .driver import DriverError
-from .loader import Progress, warm
+from .loader import warm
 from .spec import (
-    VARIED,
-    Element,
     KernelSpec,
     attend_path,
+    eight_bit_element,
     native_specs,
     pv_filter_saves,
-    specs_of_element,
-    variants,
 )
 
 logger = logging.getLogger("sparge")
@@ -42,7 +39,7 @@ _WORTH_TELLING_SECONDS = 1.0
 
 def eight_bit_specs(arch: str) -> list[KernelSpec]:
     """Kernels of the 8-bit precision for both head_dims, with the PV filter where it saves time."""
-    own = variants(arch)[0]
+    own = eight_bit_element(arch)
     return [
         spec
         for spec in native_specs(arch)
@@ -53,22 +50,7 @@ def eight_bit_specs(arch: str) -> list[KernelSpec]:
 
 def eight_bit_path(arch: str) -> str:
     """Name of the attend kernel of the 8-bit precision, and why."""
-    return attend_path(arch, variants(arch)[0]).reason
-
-
-def warm_variants(
-    device: torch.device, progress: Progress | None = None
-) -> dict[Element, KernelBuildError]:
-    """Compiles and loads what the target's other variants need, and returns those that do not
-    compile: the target's own serves without them. Raises else as `warm` does."""
-    arch = capabilities(device).arch
-    failed = {}
-    for element in variants(arch)[1:]:
-        try:
-            warm(device, specs_of_element(arch, element), progress)
-        except KernelBuildError as error:
-            failed[element] = error
-    return failed
+    return attend_path(arch, eight_bit_element(arch)).reason
 
 
 class Warmup:
@@ -86,8 +68,6 @@ class Warmup:
         try:
             warm(self._device, eight_bit_specs, self._progress)
             arch = capabilities(self._device).arch
-            if arch in VARIED:
-                warm_variants(self._device, self._progress)
             logger.info("[Sparge] attention on %s by %s", self._device, eight_bit_path(arch))
         except BaseException as error:  # handed to whoever waits
             self._error = error

@@ -13,6 +13,7 @@ import torch
 from ..common.failures import Failures
 from ..kernels import capabilities
 from ..speed import Backend, known_table, speed_table
+from ..speed.self_test import WrongKernels
 from ..tune import Session, SigmaWindow, Tally
 from ..tune.head_measuring import Untracked
 from ..tune.ways import SpeedOf, speed_matters
@@ -92,7 +93,10 @@ class Run:
             self.give_up(device, failure)
             return
         with self.failures.caught("the speed of this GPU was not measured"):
-            speed_table(device, self.backend)
+            try:
+                speed_table(device, self.backend)
+            except WrongKernels as error:
+                self.give_up(device, error.reason)
 
     def note_missing_layers(self, total: int | None) -> None:
         """Notes what dense_blocks asks in vain of a model of so many layers."""

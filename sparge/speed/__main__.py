@@ -32,10 +32,6 @@ def lines(table: SpeedTable, now: datetime) -> Iterator[str]:
     kept = f"kept in {path}" if path and path.exists() else "not kept"
     yield f"{table.facts['gpu']}, measured {table.created} ({age} days ago), {kept}"
     yield "  " + ", ".join(f"{name} {fact}" for name, fact in table.facts.items() if name != "gpu")
-    for head_dim, element in sorted(table.chosen.elements.items()):
-        wrong = ", ".join(each.name for each in table.chosen.refused.get(head_dim, ()))
-        failed = f"; not used, for it computes wrong or does not compile: {wrong}" if wrong else ""
-        yield f"  head_dim {head_dim}: values as {element.name}{failed}"
     for head_dim, times in sorted(table.by_head_dim.items()):
         yield f"  head_dim {head_dim}: formulas fit within {times.margin:.0%}"
         for tokens, heads in SHOWN:

@@ -2,8 +2,7 @@
 """The speed table of a GPU: measured once, kept beside the kernels, the same for every run.
 
 A table is of one GPU, driver, torch, kernels and backend for exact attention, which its file's name
-stands for. Its file is written whole and believed only where it is the user's own. Tables that
-differ in the backend alone have the same variants of our kernels (`Chosen`).
+stands for. Its file is written whole and believed only where it is the user's own.
 """
 
 from __future__ import annotations
@@ -12,32 +11,27 @@ import hashlib
 import json
 import logging
 import threading
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from ..common.whole_file import write_whole
 from ..errors import Unsupported
-from ..kernels.chosen import trying
 from ..kernels.device import capabilities
 from ..kernels.driver import driver_version
 from ..kernels.folder import cache_folder, distrust, make_folder, read_file
 from ..kernels.source import read_sources
-from ..kernels.spec import Element, specs_of_element, variants
 from ..kernels.store import entry_stem
 from ..kernels.warmup import eight_bit_specs
 from .backend import TORCH, Backend
-from .table import Chosen, SpeedTable
+from .self_test import WrongKernels, check_kernels
+from .table import SpeedTable
 from .timing import measure_speed
-from .variants import adopt, choose_fastest
 
 logger = logging.getLogger("sparge")
 
 #: Changes with what is measured and how.
-_FORMAT = "2"
+_FORMAT = "3"
 _LARGEST = 1 << 16  # bytes
 #: Misfit that no undisturbed measurement has.
 _DISTURBED = 0.15
@@ -49,7 +43,7 @@ _lock = threading.Lock()
 
 def known_table(device: torch.device, backend: Backend = TORCH) -> SpeedTable | None:
     """Table that this process has, of this GPU or of another one of its name; never measures, never
-    waits for the GPU. 8-bit calls use its variants, as in `speed_table`."""
+    waits for the GPU."""
     if device.type != "cuda":
         return None
     index, kind = device.index or 0, _kind(device, backend)
@@ -57,7 +51,6 @@ def known_table(device: torch.device, backend: Backend = TORCH) -> SpeedTable | 
     if table is None:
         table = next((known for (_, of), known in [*_known.items()] if of == kind), None)
         if table is not None:
-            adopt(table.chosen, device)
             _known[index, kind] = table
     return table
 
@@ -65,10 +58,9 @@ def known_table(device: torch.device, backend: Backend = TORCH) -> SpeedTable | 
 def speed_table(device: torch.device | str, backend: Backend = TORCH) -> SpeedTable | None:
     """Table of a GPU: that of this process, else the kept one, else measured, in about a second.
 
-    8-bit calls use the variants that it names, unless such a call came before.
-
     None for devices without kernels, and where memory is too full to measure. Raises
-    KernelBuildError where a kernel does not compile.
+    KernelBuildError where a kernel does not compile, WrongKernels where one computes something
+    else than it should.
     """
     device = torch.empty(0, device=device).device
     if not capabilities(device).usable or device.type != "cuda":
@@ -77,10 +69,13 @@ def speed_table(device: torch.device | str, backend: Backend = TORCH) -> SpeedTa
         if (known := known_table(device, backend)) is not None:
             return known
         facts = facts_of(device, backend)
-        table = _read(facts, variants(capabilities(device).arch))
+        table = _read(facts)
         if table is None:
             try:
+                check_kernels(device)
                 table = _measure(device, backend, facts)
+            except WrongKernels:
+                raise
             except (torch.OutOfMemoryError, Unsupported) as error:
                 logger.info("[Sparge] the speed of this GPU was not measured: %s", error)
                 return None
@@ -88,28 +83,13 @@ def speed_table(device: torch.device | str, backend: Backend = TORCH) -> SpeedTa
                 logger.info("[Sparge] the GPU was busy while its speed was measured: not kept")
             else:
                 _keep(table)
-        adopt(table.chosen, device)
         _known[device.index or 0, _kind(device, backend)] = table
         return table
 
 
 def _measure(device: torch.device, backend: Backend, facts: dict[str, str]) -> SpeedTable:
-    possible = variants(capabilities(device).arch)
-    chosen = _chosen_before(facts, possible) or choose_fastest(device, possible)
-    with trying(chosen.elements) if chosen.elements else nullcontext():
-        table = measure_speed(device, backend, facts)
-        if is_disturbed(table):
-            table = measure_speed(device, backend, facts)
-    return replace(table, chosen=chosen)
-
-
-def _chosen_before(facts: Mapping[str, str], possible: Sequence[Element]) -> Chosen | None:
-    """What a table of another backend names, of this process or kept."""
-    for table in (*_known.values(), *(table for _, table in kept_tables())):
-        alike = {**table.facts, "exact": ""} == {**facts, "exact": ""}
-        if alike and table.chosen.is_among(possible):
-            return table.chosen
-    return None
+    table = measure_speed(device, backend, facts)
+    return measure_speed(device, backend, facts) if is_disturbed(table) else table
 
 
 def is_disturbed(table: SpeedTable) -> bool:
@@ -128,8 +108,7 @@ def kept_tables() -> list[tuple[Path, SpeedTable]]:
 def facts_of(device: torch.device, backend: Backend) -> dict[str, str]:
     """Facts that a table depends on."""
     arch = capabilities(device).arch
-    specs = {*eight_bit_specs(arch)}.union(*(specs_of_element(arch, e) for e in variants(arch)[1:]))
-    stems = sorted(entry_stem(spec, read_sources(spec.entry)) for spec in specs)
+    stems = sorted(entry_stem(s, read_sources(s.entry)) for s in eight_bit_specs(arch))
     return {
         "format": _FORMAT,
         "gpu": torch.cuda.get_device_name(device),
@@ -154,16 +133,15 @@ def _short_hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _read(facts: dict[str, str], possible: Sequence[Element]) -> SpeedTable | None:
+def _read(facts: dict[str, str]) -> SpeedTable | None:
     """The kept table; None where there is none that can be believed."""
     path = path_of(facts)
     if path is None or distrust(path.parent):
         return None
-    return _read_file(path, possible)
+    return _read_file(path)
 
 
-def _read_file(path: Path, possible: Sequence[Element] = tuple(Element)) -> SpeedTable | None:
-    """possible: elements that calls of this GPU may have."""
+def _read_file(path: Path) -> SpeedTable | None:
     try:
         stored = json.loads(read_file(path, _LARGEST))
         if stored["facts"]["format"] != _FORMAT:
@@ -171,8 +149,6 @@ def _read_file(path: Path, possible: Sequence[Element] = tuple(Element)) -> Spee
         table = SpeedTable.from_json(stored)
         if path_of(dict(table.facts)) != path:
             raise ValueError("it is of another GPU, driver, torch or kernels")
-        if not table.chosen.is_among(possible):
-            raise ValueError("it names operand types that are not of this GPU")
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -48,9 +48,6 @@ def block(table: SpeedTable, device: torch.device) -> Iterator[str]:
     """Yields lines; times the calls of `MODELS`, which takes seconds."""
     facts = dict(table.facts)
     yield f"GPU {facts.pop('gpu')}, " + ", ".join(f"{name} {of}" for name, of in facts.items())
-    values = {f"head_dim {d} {e.name}" for d, e in table.chosen.elements.items()}
-    if values:
-        yield f"values: {', '.join(sorted(values))}"
     for model in MODELS:
         yield f"{model.name}: {_times(model, device)}"
 

@@ -10,8 +10,9 @@ from .. import reference
 from ..attention import attention
 from ..blocks import KEY_BLOCK, QUERY_BLOCK, block_count
 from ..common.metrics import rel_l2
-from ..kernels.chosen import trying
-from ..kernels.spec import Element
+from ..errors import Unsupported
+from ..kernels.device import capabilities
+from ..kernels.spec import HEAD_DIMS, Element, eight_bit_element
 from ..policy import SparsePolicy
 from ..stages.as_written import as_written
 
@@ -22,13 +23,28 @@ HEADS, TOKENS = 2, 330  # the last block of queries and of keys is short
 KEPT = 0.6  # of the blocks
 
 
-def error_beside_emulation(element: Element, head_dim: int, device: torch.device) -> float:
-    """Relative L2 distance of kernels of ``element`` from what they should compute; NaN where
-    their result is no number. Raises as `sparge.attention` does."""
+class WrongKernels(Unsupported):
+    """A kernel computes something else on this GPU than it should."""
+
+
+def check_kernels(device: torch.device) -> None:
+    """Raises WrongKernels where 8-bit calls are not right on this GPU."""
+    for head_dim in HEAD_DIMS:
+        if not (error := error_beside_emulation(head_dim, device)) <= MOST:
+            raise WrongKernels(
+                f"the kernels compute something else on this GPU than they should (relative error "
+                f"{error:.2g} at head_dim {head_dim}): please report it."
+            )
+
+
+def error_beside_emulation(head_dim: int, device: torch.device) -> float:
+    """Relative L2 distance of 8-bit kernels from what they should compute; NaN where their result
+    is no number. Raises as `sparge.attention` does."""
     inputs = _inputs(head_dim)
     q, k, v, kept = (x.to(device) for x in inputs)
-    with torch.inference_mode(), trying({head_dim: element}):
+    with torch.inference_mode():
         found = attention(q, k, v, block_mask=kept, output_dtype=torch.float32)
+    element = eight_bit_element(capabilities(device).arch)
     return rel_l2(found.cpu(), expected(element, *inputs))
 
 

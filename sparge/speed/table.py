@@ -16,13 +16,12 @@ no less than HOST_SHARE of the time that the host takes to queue it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from typing import Any
 
 from ..blocks import KEY_BLOCK
-from ..kernels.spec import HEAD_DIMS, Element
 
 #: Fewest tokens that a table holds for: it is measured from about as many on.
 FEWEST_TOKENS = 1536
@@ -104,36 +103,6 @@ class Times:
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """Operand types of 8-bit calls of a GPU by head_dim; empty for a target with one variant."""
-
-    elements: Mapping[int, Element] = field(default_factory=dict)
-    """The fastest variants, by head_dim."""
-    refused: Mapping[int, tuple[Element, ...]] = field(default_factory=dict)
-    """Variants that do not compile, or compute something else than they should."""
-
-    def is_among(self, possible: Sequence[Element]) -> bool:
-        return {*self.elements.values()} <= {*possible}
-
-    def to_json(self) -> dict[str, Any]:
-        refused = {str(d): [e.name for e in found] for d, found in self.refused.items()}
-        return {"elements": {str(d): e.name for d, e in self.elements.items()}, "refused": refused}
-
-    @classmethod
-    def from_json(cls, stored: Any) -> Chosen:
-        """Raises ValueError, KeyError, TypeError or AttributeError for what `to_json` never
-        wrote."""
-        elements = {_head_dim(d): Element[name] for d, name in stored["elements"].items()}
-        if elements and elements.keys() != {*HEAD_DIMS}:
-            raise ValueError(f"operand types are of head_dims {[*elements]} alone")
-        refused = {
-            _head_dim(d): tuple(Element[name] for name in found)
-            for d, found in stored["refused"].items()
-        }
-        return cls(elements, refused)
-
-
-@dataclass(frozen=True)
 class SpeedTable:
     """Times of one GPU."""
 
@@ -142,8 +111,6 @@ class SpeedTable:
     created: str
     """When, in ISO 8601 with a time zone."""
     by_head_dim: Mapping[int, Times]
-    chosen: Chosen = Chosen()
-    """What the 8-bit calls of these times compute with."""
 
     def of(self, head_dim: int) -> Times | None:
         """Times at a head_dim; None where nothing was measured."""
@@ -152,7 +119,7 @@ class SpeedTable:
     def to_json(self) -> dict[str, Any]:
         times = {str(head_dim): asdict(times) for head_dim, times in self.by_head_dim.items()}
         facts = {"facts": dict(self.facts), "created": self.created}
-        return {**facts, "head_dims": times, **self.chosen.to_json()}
+        return {**facts, "head_dims": times}
 
     @classmethod
     def from_json(cls, stored: Any) -> SpeedTable:
@@ -164,7 +131,7 @@ class SpeedTable:
         created = str(stored["created"])
         if datetime.fromisoformat(created).tzinfo is None:
             raise ValueError(f"{created!r} has no time zone")
-        return cls(facts, created, head_dims, Chosen.from_json(stored))
+        return cls(facts, created, head_dims)
 
 
 def _times(stored: Mapping[str, Any]) -> Times:
@@ -173,12 +140,6 @@ def _times(stored: Mapping[str, Any]) -> Times:
         for way in fields(Times)[:3]
     ]
     return Times(*ways, margin=_seconds(stored["margin"]))
-
-
-def _head_dim(stored: str) -> int:
-    if int(stored) not in HEAD_DIMS:
-        raise ValueError(f"no kernel has head_dim {stored}")
-    return int(stored)
 
 
 def _seconds(stored: Any) -> float:

@@ -28,11 +28,6 @@ EIGHT_BIT = {"sm_90a": Element.INT8_E4M3} | dict.fromkeys(
 )
 EIGHT_BIT["sm_103a"] = Element.BF16
 #: Operand types beside them, of targets that have any.
-OTHERS = {arch: (Element.BF16,) for arch, of in EIGHT_BIT.items() if of is Element.INT8_INT8}
-OTHERS |= dict.fromkeys(
-    ("sm_89", "sm_120a", "sm_121a", "sm_90_as_89", "sm_90_as_120"),
-    (Element.INT8_E4M3, Element.BF16),
-)
 
 
 def test_ids_and_defines_name_one_kernel_each():
@@ -93,21 +88,6 @@ def test_the_path_of_a_call(arch):
     reason = attend_path("sm_90", Element.BF16).reason
     assert reason == "mma.sync: sm_90 is built without wgmma"
     assert "sm_100a has no wgmma" in attend_path("sm_100a", Element.BF16).reason
-
-
-@pytest.mark.parametrize("arch", ARCHS)
-def test_variants_are_built_without_the_filter(arch: str) -> None:
-    own, *others = specs_of.variants(arch)
-    assert (own, tuple(others)) == (EIGHT_BIT.get(arch, Element.INT8_FP16), OTHERS.get(arch, ()))
-    assert (arch in specs_of.VARIED) == bool(others) and len(others) < 4
-    for element in others:
-        names = [spec.id for spec in specs_of.specs_of_element(arch, element)]
-        needed = [f"{entry}-{arch}-d{head_dim}" for entry in ("quantize", "attend")
-                  for head_dim in (64, 128)]  # fmt: skip
-        types = ["int8_e4m3"] if element is Element.INT8_E4M3 else ["bf16", "fp16"]
-        assert sorted(names) == sorted(f"{name}-{of}" for name in needed for of in types)
-        filtered = KernelSpec("attend", arch, 128, element, True)
-        assert (filtered in all_specs(arch)) == (element is Element.BF16)
 
 
 @pytest.mark.parametrize("arch", ARCHS)

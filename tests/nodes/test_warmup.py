@@ -125,21 +125,3 @@ def test_the_node_needs_only_the_8_bit_kernels(load_pack):
     assert {spec.element.name for spec in specs if spec.reads_element} == {"INT8_INT8"}
     assert {spec.pv_filter for spec in specs if spec.entry == "attend"} == {False, True}
     assert not any(spec.pv_filter for spec in module.eight_bit_specs("sm_90a")), "it saves nothing"
-
-
-def test_a_variant_that_does_not_compile_is_no_failure(load_pack, warmup, monkeypatch):
-    """The others are compiled, all of them without the PV filter; the target's own serves."""
-    asked, failed = [], load_pack("sparge").KernelBuildError("attend", "line 1")
-    usable = load_pack("sparge").kernels.Capability(True, "", "sm_89")
-
-    def warm(device, specs, progress):
-        asked.append([] if callable(specs) else sorted({spec.element.name for spec in specs}))
-        assert callable(specs) or not any(spec.pv_filter for spec in specs)
-        if asked[-1] == ["INT8_E4M3"]:
-            raise failed
-
-    monkeypatch.setattr(warmup, "capabilities", lambda device: usable)
-    monkeypatch.setattr(warmup, "warm", warm)
-    assert warmup.warm_up(CPU, print).wait(never_cancelled) is None
-    assert asked == [[], ["INT8_E4M3"], ["BF16", "FP16"]]
-    assert [e.name for e in warmup.warm_variants(CPU)] == ["INT8_E4M3"]

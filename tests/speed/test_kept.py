@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,11 +17,8 @@ import pytest
 import torch
 
 from sparge import Unsupported
-from sparge.kernels import Element, chosen
-from sparge.kernels.chosen import Place
-from sparge.speed import TORCH, Backend, Cost, SpeedTable, Times, kept, variants
+from sparge.speed import TORCH, Backend, Cost, SpeedTable, Times, kept, self_test
 from sparge.speed.__main__ import main
-from sparge.speed.table import Chosen
 
 COST = Cost(1e-4, 1e-4, 1e-9, 1e-12)
 GPU = torch.device("cuda", 0)
@@ -28,8 +26,7 @@ GPU = torch.device("cuda", 0)
 
 def pretend(monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
     usable = SimpleNamespace(usable=True, arch=arch, reason="")
-    for module in (kept, variants):
-        monkeypatch.setattr(module, "capabilities", lambda device: usable)
+    monkeypatch.setattr(kept, "capabilities", lambda device: usable)
 
 
 @pytest.fixture
@@ -44,6 +41,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
 
     pretend(monkeypatch, "sm_90a")
     monkeypatch.setattr(kept, "measure_speed", measure)
+    monkeypatch.setattr(kept, "check_kernels", lambda device: None)
     monkeypatch.setattr(kept, "driver_version", lambda: 13000)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
     monkeypatch.setattr(torch, "empty", lambda *_, device: SimpleNamespace(device=device))
@@ -102,105 +100,17 @@ def test_it_is_of_one_gpu_driver_torch_and_kernels(
     assert len(measured) == 2
 
 
-class TestVariants:
-    """Of an RTX card, whose target has several."""
-
-    CHOSEN = Chosen({64: Element.INT8_E4M3, 128: Element.INT8_INT8}, {64: (), 128: (Element.BF16,)})
-
-    @pytest.fixture
-    def raced(self, measured, monkeypatch) -> list[tuple[Element, ...]]:
-        """Candidates that were timed, each time."""
-        found: list[tuple[Element, ...]] = []
-
-        def choose_fastest(device: torch.device, candidates: tuple[Element, ...]) -> Chosen:
-            found.append(candidates)
-            return self.CHOSEN
-
-        pretend(monkeypatch, "sm_120a")
-        monkeypatch.setattr(chosen, "_choices", chosen.Choices())
-        monkeypatch.setattr(kept, "choose_fastest", choose_fastest)
-        monkeypatch.setattr(variants, "warm_variants", lambda device: {})
-        return found
-
-    @staticmethod
-    def used(head_dim: int, gpu: int = 0) -> Element:
-        return chosen._choices.use(Place(gpu, "sm_120a", head_dim))
-
-    def test_they_are_frozen_in_the_file(self, raced, restarted, monkeypatch) -> None:
-        table = restarted()
-        assert table.chosen == self.CHOSEN
-        for _ in range(2):
-            assert (self.used(64), self.used(128)) == (Element.INT8_E4M3, Element.INT8_INT8)
-            monkeypatch.setattr(chosen, "_choices", chosen.Choices())
-            assert restarted() == table and len(raced) == 1
-        assert raced == [(Element.INT8_INT8, Element.INT8_E4M3, Element.BF16)]
-
-    @pytest.mark.parametrize("asked", [kept.speed_table, kept.known_table])
-    def test_calls_of_a_second_gpu_of_that_name_use_them_too(self, raced, measured, asked) -> None:
-        """In a run that ComfyUI splits over GPUs, the second is asked for what is known alone."""
-        assert kept.speed_table(GPU) is asked(torch.device("cuda", 1))
-        assert (self.used(64, gpu=1), self.used(128, gpu=1)) == (self.used(64), self.used(128))
-        assert self.used(64) is Element.INT8_E4M3 and len(raced) == len(measured) == 1
-
-    def test_that_a_call_came_before_is_told_once(self, raced, caplog) -> None:
-        self.used(64)
-        caplog.set_level(logging.INFO)
-        assert kept.speed_table(GPU) is kept.speed_table(GPU) is kept.known_table(GPU)
-        assert caplog.text.count("comes with the next start") == 1
-
-    def test_what_is_measured_is_measured_with_them(self, raced, measured, monkeypatch) -> None:
-        measure, seen = kept.measure_speed, []
-
-        def looking(*given: Any) -> SpeedTable:
-            seen.append(self.used(64))
-            return measure(*given)
-
-        monkeypatch.setattr(kept, "measure_speed", looking)
+def test_wrong_kernels_are_told(measured, monkeypatch) -> None:
+    monkeypatch.setattr(self_test, "error_beside_emulation", lambda head_dim, device: math.nan)
+    monkeypatch.setattr(kept, "check_kernels", self_test.check_kernels)
+    with pytest.raises(self_test.WrongKernels, match="relative error nan at head_dim 64"):
         kept.speed_table(GPU)
-        assert seen == [Element.INT8_E4M3]
-
-    @pytest.mark.parametrize("restart", [False, True])
-    def test_another_backend_has_the_same(self, raced, restarted, monkeypatch, restart) -> None:
-        restarted()
-        if restart:
-            monkeypatch.setattr(kept, "_known", {})
-        table = kept.speed_table(GPU, Backend("attention_sage", TORCH.attend))
-        assert table is not None and table.chosen == self.CHOSEN and len(raced) == 1
-
-    @pytest.mark.parametrize("name", ["INT4_INT4", "INT8_FP16", 3])
-    def test_a_file_with_an_unknown_one_is_refused(
-        self, raced, measured, restarted, caplog, name: Any
-    ) -> None:
-        """Or with one that another target has."""
-        path = kept.path_of(dict(restarted().facts))
-        assert path is not None
-        stored = json.loads(path.read_bytes())
-        stored["elements"]["64"] = name
-        path.write_text(json.dumps(stored))
-        assert restarted().chosen == self.CHOSEN and len(raced) == len(measured) == 2
-        assert "damaged" in caplog.text
-        assert json.loads(path.read_bytes())["elements"]["64"] == "INT8_E4M3"
-
-    def test_without_a_table_they_are_the_targets_own(self, raced, monkeypatch) -> None:
-        def fail(*_: object) -> None:
-            raise torch.OutOfMemoryError("full")
-
-        monkeypatch.setattr(kept, "measure_speed", fail)
-        assert kept.speed_table(GPU) is None and len(raced) == 1
-        assert self.used(64) is self.used(128) is Element.INT8_INT8
-
-    def test_the_command_says_which_and_what_was_wrong(self, raced, restarted, capsys) -> None:
-        restarted()
-        main([])
-        told = capsys.readouterr().out
-        assert "head_dim 64: values as INT8_E4M3" in told
-        assert "head_dim 128: values as INT8_INT8; not used, for it computes wrong" in told
 
 
 def test_a_table_of_an_older_format_is_measured_anew(
     stored, measured, restarted, monkeypatch, caplog, capsys
 ) -> None:
-    monkeypatch.setattr(kept, "_FORMAT", "3")
+    monkeypatch.setattr(kept, "_FORMAT", "4")
     assert not kept.kept_tables()
     restarted()
     assert len(measured) == 2 and len(kept.kept_tables()) == 1 and not caplog.messages
