@@ -4,7 +4,7 @@
 out = sparge.attention(q, k, v, sparge.SparsePolicy(topk=0.3))
 """
 
-from .attention import Partials, attention, attention_partials, make_plan
+from .attention import attention, make_plan
 from .blocks import BlockPlan
 from .call_stats import CallStats
 from .checks.padding import KeyPadding, key_padding
@@ -27,7 +27,6 @@ __all__ = [
     "KernelBuildError",
     "KeyPadding",
     "OrderKind",
-    "Partials",
     "Precision",
     "Router",
     "SparsePolicy",
@@ -35,7 +34,6 @@ __all__ = [
     "TokenOrder",
     "Unsupported",
     "attention",
-    "attention_partials",
     "capabilities",
     "cube_order",
     "grid_order",

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Public calls: `attention`, `make_plan`, `attention_partials`."""
+"""Public calls: `attention`, `make_plan`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
 import torch
@@ -20,26 +19,11 @@ from .order.grid import TokenOrder
 from .policy import SparsePolicy
 from .stages import on_reference
 from .stages.bottom_right import run_bottom_right
-from .stages.pipeline import has_kernels, quantize, route, run, run_kernels
+from .stages.pipeline import has_kernels, quantize, route, run
 from .stats import AttentionStats
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-
-@dataclass(frozen=True, eq=False)
-class Partials:
-    """Unnormalised attention over the kept blocks, float32: out = out_sum / row_sum.
-
-    out_sum (B, H, Nq, D) = sum of exp2(s - row_max) v; row_max (B, H, Nq), log2 units of the
-    mean-centred logits, -inf for rows without keys; row_sum (B, H, Nq). Logits are centred around
-    the mean of the call's own keys: parts of one k can be combined as they are, those of different
-    keys only where the policy has ``smooth_k=False``.
-    """
-
-    out_sum: Tensor
-    row_max: Tensor
-    row_sum: Tensor
 
 
 class _Options(TypedDict, total=False):
@@ -178,52 +162,16 @@ def make_plan(
     call = make_call(
         q, k, None, policy, layout, is_causal, scale, key_lengths, block_mask, None, causal=causal
     )
-    _refuse_parts(call, "A plan is", "make one for each chunk of the keys")
+    if call.bottom_right:
+        raise Unsupported(
+            f"A plan is of one call and causal='bottom-right' of {call.q.shape[2]} queries and "
+            f"{call.k.shape[2]} keys is made of two: make one for each chunk of the keys."
+        )
     if not has_kernels(call):
         return on_reference.make_plan(call)
     block_map, counts = route(call, quantize(call), None)
     sizes = (call.shape.queries, call.shape.keys)
     return BlockPlan(block_map, counts, *sizes, call.is_causal, key_lengths)
-
-
-def attention_partials(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    policy: SparsePolicy | None = None,
-    *,
-    layout: str = "HND",
-    is_causal: bool = False,
-    causal: Alignment | None = None,
-    scale: float | None = None,
-    key_lengths: Tensor | None = None,
-    block_mask: Tensor | None = None,
-    plan: BlockPlan | None = None,
-) -> Partials:
-    """Attention before its division by the row sum, so that partial results can be combined: those
-    of one k, or with ``smooth_k=False`` of different keys (`Partials`)."""
-    call = make_call(
-        q, k, v, policy, layout, is_causal, scale, key_lengths, block_mask, plan, causal=causal
-    )
-    _refuse_parts(call, "Partial results are", "use attention with return_lse=True")
-    if not has_kernels(call):
-        attended, _ = on_reference.attend(call)
-        return Partials(attended.unnormalised, attended.row_max, attended.row_sum)
-    rows = call.q.shape[:3]
-    partials = tuple(
-        torch.empty(size, dtype=torch.float32, device=q.device)
-        for size in (call.q.shape, rows, rows)
-    )
-    run_kernels(call, torch.empty_like(call.q), None, None, partials)
-    return Partials(*partials)
-
-
-def _refuse_parts(call: CheckedCall, what: str, instead: str) -> None:
-    if call.bottom_right:
-        raise Unsupported(
-            f"{what} of one call and causal='bottom-right' of {call.q.shape[2]} queries and "
-            f"{call.k.shape[2]} keys is made of two: {instead}."
-        )
 
 
 def _counters_of(stats: AttentionStats, device: torch.device) -> Tensor:

@@ -87,7 +87,7 @@ OF_ATTENTION: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(
     ("functions", "named", "words"),
     [
-        *(((sparge.make_plan, sparge.attention_partials, attention), *case) for case in SHARED),
+        *(((sparge.make_plan, attention), *case) for case in SHARED),
         *(((attention,), *case) for case in OF_ATTENTION),
     ],
 )

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -136,24 +135,6 @@ def test_stats_add_up_over_calls(make_qkv) -> None:
     q, k[:, :, :64] = q + 1, k[:, :, :64] + 2
     attention(q, k, v, SparsePolicy(topk=1.0, pvthreshd=2.0), stats=stats)
     assert 0.5 < stats.pv_skipped_share <= 0.9
-
-
-def test_partials_give_the_output(make_qkv) -> None:
-    q, k, v = make_qkv(1, 2, 300, 64)
-    partials = sparge.attention_partials(q, k, v, SPARSE)
-    out = attention(q, k, v, SPARSE, output_dtype=torch.float32)
-    assert (partials.out_sum / partials.row_sum.unsqueeze(-1) - out).abs().max() < 1e-4
-    assert partials.row_max.shape == partials.row_sum.shape == (1, 2, 300)
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("precision", Precision)
-def test_partials_of_heads_that_read_a_nan_are_nan(precision, device, make_qkv, one_thread):
-    q, k, v = make_qkv(2, 4, 300, 64, kv_heads=2, device=device)
-    k[1, 1, 250, 5] = math.nan
-    parts = sparge.attention_partials(q, k, v, SparsePolicy(topk=0.15, precision=precision))
-    assert parts.row_sum[1, 2:].isnan().all() and parts.out_sum[1, 2:].isnan().all()
-    assert parts.row_sum[0].isfinite().all() and parts.row_sum[1, :2].isfinite().all()
 
 
 @pytest.mark.gpu

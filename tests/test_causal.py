@@ -73,7 +73,6 @@ def test_is_causal_alone_is_refused_where_it_may_mean_two_things(make_qkv, queri
     words = f"is_causal=True with {queries} queries and {keys} keys may mean two things: say causal"
     for call in (
         lambda: attention(q, k, v, is_causal=True),
-        lambda: sparge.attention_partials(q, k, v, is_causal=True),
         lambda: sparge.make_plan(q, k, is_causal=True),
         lambda: compat.spas_sage2_attn_meansim_topk_cuda(q, k, v, is_causal=True),
     ):
@@ -82,8 +81,6 @@ def test_is_causal_alone_is_refused_where_it_may_mean_two_things(make_qkv, queri
     plan = sparge.make_plan(q, k, SPARSE, causal="top-left")
     expected = attention(q, k, v, SPARSE, causal="top-left")
     assert torch.equal(attention(q, k, v, SPARSE, plan=plan), expected)
-    partials = sparge.attention_partials(q, k, v, SPARSE, causal="top-left")
-    assert (partials.row_sum[:, :, 0] > 0).all()
 
 
 def test_stats_are_of_both_parts_and_the_sink_is_the_first_key_of_all(make_qkv) -> None:
@@ -150,7 +147,6 @@ def test_what_bottom_right_does_not_serve(make_qkv) -> None:
         (attention, {"order": sparge.cube_order(sparge.TokenGrid(1, 8, 8))}, "token order and is_"),
         (attention, {"head_settings": scaled}, "have an output_scale"),
         (attention, {"plan": sparge.make_plan(q, k, SPARSE, causal="top-left")}, "from the top l"),
-        (sparge.attention_partials, {}, "Partial results are of one call"),
     ]
     for function, named, words in cases:
         with pytest.raises(sparge.Unsupported, match=words):

@@ -86,7 +86,6 @@ def test_a_call_falls_back_before_it_launches_and_once(gpu, make_qkv, monkeypatc
     loads = len(gpu.loaded)
     monkeypatch.setattr(pipeline, "warm", None)  # what was built is looked up
     sparge.attention(*make_qkv(heads=3, tokens=300))
-    sparge.attention_partials(*make_qkv())
     assert len(gpu.loaded) == loads and {element for _, element in gpu.launched} == {element}
     if not missing:
         with pytest.raises(TypeError, match="not callable"):

@@ -68,7 +68,6 @@ class Results:
             yield from attention(q, k, v, each, return_lse=True, is_causal=True)
         yield attention(q, k, v, policy, key_lengths=self.lengths)
         yield from attention(q[:, :, :90], k, v, policy, return_lse=True, causal="bottom-right")
-        yield from vars(sparge.attention_partials(q, k, v, policy)).values()
         plan = sparge.make_plan(q, k, policy)
         yield from (plan.block_map, plan.counts, plan.kept(), plan.kept_pairs())
         stats = sparge.AttentionStats("cpu")
@@ -149,7 +148,7 @@ class TestDerivatives:
         def plan(q: Tensor, k: Tensor, _: Tensor, policy: SparsePolicy) -> object:
             return sparge.make_plan(q, k, policy)
 
-        for call in (attention, sparge.attention_partials, plan):
+        for call in (attention, plan):
             with pytest.raises(sparge.Unsupported, match=REVERSE):
                 call(q, k, v, policy)
         with torch.no_grad():

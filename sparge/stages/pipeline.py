@@ -127,9 +127,8 @@ def run_kernels(
     out: Tensor,
     lse: Tensor | None,
     counters: Tensor | None,
-    partials: tuple[Tensor, ...] | None = None,
-) -> Tensor:
-    """Runs all heads at once; returns their block map."""
+) -> None:
+    """Runs all heads at once."""
     workspace = quantize(call)
     if call.is_whole and counters is None:
         block_map = full_map(call)
@@ -141,8 +140,7 @@ def run_kernels(
             counters[Counter.KEPT] += call.plan.kept_pairs().sum()
             counters[Counter.VALID] += call.plan.valid_pairs().sum()
             counters[Counter.KEPT_BLOCKS] += call.plan.visited_blocks().sum()
-    attend(call, workspace, block_map, out, lse, counters, partials)
-    return block_map
+    attend(call, workspace, block_map, out, lse, counters)
 
 
 def full_map(call: CheckedCall) -> Tensor:
@@ -158,7 +156,6 @@ def attend(
     out: Tensor,
     lse: Tensor | None = None,
     counters: Tensor | None = None,
-    partials: tuple[Tensor, ...] | None = None,
 ) -> None:
     pvthreshd = call.policy.pvthreshd
     rules = AttendRules(
@@ -180,7 +177,7 @@ def attend(
         _slots(call).flat(),
         out,
         lse,
-        *(partials or (None, None, None)),
+        *(None, None, None),
         counters,
     )
 
