@@ -79,7 +79,7 @@ def test_several_gpus_are_refused_where_diffusers_does_not_ask() -> None:
     q = torch.randn(1, 320, 2, 64)
     with (
         dispatch.attention_backend("sparge"),
-        pytest.raises(Unsupported, match=r"take sparge\.integrations\.parallel"),
+        pytest.raises(Unsupported, match=r"take sparge\.integrations\.diffusers"),
     ):
         dispatch.dispatch_attention_fn(q, q, q, parallel_config=shared)
 
