@@ -30,8 +30,8 @@ from .timing import measure_speed
 
 logger = logging.getLogger("sparge")
 
-#: Changes with what is measured and how.
-_FORMAT = "3"
+#: Changes with what is measured and how, and with what kernels have to pass before.
+_FORMAT = "4"
 _LARGEST = 1 << 16  # bytes
 #: Misfit that no undisturbed measurement has.
 _DISTURBED = 0.15
@@ -56,7 +56,8 @@ def known_table(device: torch.device, backend: Backend = TORCH) -> SpeedTable | 
 
 
 def speed_table(device: torch.device | str, backend: Backend = TORCH) -> SpeedTable | None:
-    """Table of a GPU: that of this process, else the kept one, else measured, in about a second.
+    """Table of a GPU: that of this process, else the kept one, else measured, in about a second,
+    once the kernels have passed their self-test.
 
     None for devices without kernels, and where memory is too full to measure. Raises
     KernelBuildError where a kernel does not compile, WrongKernels where one computes something

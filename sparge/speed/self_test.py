@@ -1,25 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Self-test: a small call on the user's GPU beside the emulation of its arithmetic on the CPU."""
+"""Self-test: a small 8-bit call on the user's GPU beside masked attention in float64 on the CPU."""
 
 from __future__ import annotations
+
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from .. import reference
 from ..attention import attention
 from ..blocks import KEY_BLOCK, QUERY_BLOCK, block_count
-from ..common.metrics import rel_l2
 from ..errors import Unsupported
-from ..kernels.device import capabilities
-from ..kernels.spec import HEAD_DIMS, Element, eight_bit_element
-from ..policy import SparsePolicy
-from ..stages.as_written import as_written
+from ..kernels.spec import HEAD_DIMS
 
-#: Largest relative L2 distance of a right kernel. On an H100 those of the GPU tests stay below
-#: 1.3e-4; elements of 8 bits are 0.01 and more from each other.
-MOST = 3e-3
-HEADS, TOKENS = 2, 330  # the last block of queries and of keys is short
+#: Largest error of a right kernel, as `row_errors` has it. Rounding as the kernels do errs by up to
+#: 0.25 with E4M3 values, which have the fewest bits, and by half of that with others. Faults of one
+#: block, scale, fragment or row err by 0.5 and more (`tests/speed/test_self_test.py`).
+MOST = 0.4
+HEADS, KV_HEADS, TOKENS = 4, 2, 330  # the last block of queries and of keys is short
 KEPT = 0.6  # of the blocks
 
 
@@ -28,43 +26,64 @@ class WrongKernels(Unsupported):
 
 
 def check_kernels(device: torch.device) -> None:
-    """Raises WrongKernels where 8-bit calls are not right on this GPU."""
+    """Raises WrongKernels where 8-bit calls are not right on this GPU. A process tests it once."""
+    if wrong := _wrong(device):
+        raise WrongKernels(wrong)
+
+
+@cache  # kernels of another target cannot replace those that have served a call
+def _wrong(device: torch.device) -> str:
+    """What is wrong with 8-bit calls; empty where nothing is."""
     for head_dim in HEAD_DIMS:
-        if not (error := error_beside_emulation(head_dim, device)) <= MOST:
-            raise WrongKernels(
-                f"the kernels compute something else on this GPU than they should (relative error "
-                f"{error:.2g} at head_dim {head_dim}): please report it."
+        if not (error := largest_error(head_dim, device)) <= MOST:
+            return (
+                "the kernels compute something else on this GPU than they should "
+                f"(error {error:.2g} at head_dim {head_dim}): please report it."
             )
+    return ""
 
 
-def error_beside_emulation(head_dim: int, device: torch.device) -> float:
-    """Relative L2 distance of 8-bit kernels from what they should compute; NaN where their result
-    is no number. Raises as `sparge.attention` does."""
-    inputs = _inputs(head_dim)
+def largest_error(head_dim: int, device: torch.device) -> float:
+    """Largest of `row_errors` of an 8-bit call; NaN where its result is no number. Raises as
+    `sparge.attention` does."""
+    inputs = make_inputs(head_dim)
     q, k, v, kept = (x.to(device) for x in inputs)
     with torch.inference_mode():
         found = attention(q, k, v, block_mask=kept, output_dtype=torch.float32)
-    element = eight_bit_element(capabilities(device).arch)
-    return rel_l2(found.cpu(), expected(element, *inputs))
+    return float(row_errors(found.cpu(), masked_attention(*inputs)).max())
 
 
-def expected(element: Element, q: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> Tensor:
-    """Result by the emulation, (1, HEADS, TOKENS, head_dim) float32."""
-    with torch.no_grad(), as_written(q.device):
-        given = (q, k, v, SparsePolicy())
-        attended, _ = reference.attention(*given, block_mask=kept, element=element)
-    return attended.out
+def row_errors(found: Tensor, true: Tensor) -> Tensor:
+    """(1, HEADS, TOKENS): largest error of an element of each row, in units of the row's root mean
+    square. A mean over more would hide what is wrong in one tile, row or column alone."""
+    return (found - true).abs().amax(-1) / true.square().mean(-1).sqrt()
 
 
-def _inputs(head_dim: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, k, v and a block mask. Keys have a mean, and blocks of values differ in size: what a
-    scale by block is for."""
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> Tensor:
+    """(1, HEADS, TOKENS, head_dim) float64: attention over the kept blocks."""
+    k, v = (x.double().repeat_interleave(HEADS // KV_HEADS, 1) for x in (k, v))
+    seen = kept.repeat_interleave(QUERY_BLOCK, 2).repeat_interleave(KEY_BLOCK, 3)
+    logits = q.double() @ k.mT * q.shape[-1] ** -0.5
+    return logits.masked_fill(~seen[..., :TOKENS, :TOKENS], -torch.inf).softmax(-1) @ v
+
+
+def make_inputs(head_dim: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k, v and a block mask. What has a scale of its own differs in size from its neighbour:
+    rows of queries, blocks of keys and of values, channels of values. Keys and values have a mean,
+    which the kernels take off."""
     with torch.device("cpu"):  # whatever the caller's default is
         generator = torch.Generator().manual_seed(0)
-        q, k, v = torch.randn(3, 1, HEADS, TOKENS, head_dim, generator=generator)
-        k = k + torch.randn(1, HEADS, 1, head_dim, generator=generator)
-        v = v * (1 + torch.arange(TOKENS) // KEY_BLOCK)[:, None]
+
+        def normal(heads: int, tokens: int = TOKENS) -> Tensor:
+            shape = (1, heads, tokens, head_dim)
+            return torch.randn(shape, generator=generator, dtype=torch.float32)
+
+        token, channel = torch.arange(TOKENS)[:, None], torch.arange(head_dim)
+        odd = token // KEY_BLOCK % 2
+        q = normal(HEADS) * (1 + token % 2) / 2
+        k = normal(KV_HEADS) * (1 + odd) + normal(KV_HEADS, 1)
+        v = normal(KV_HEADS) * (1 + channel % 2) * (3 - 2 * odd) + normal(KV_HEADS, 1) / 2
         blocks = (1, HEADS, block_count(TOKENS, QUERY_BLOCK), block_count(TOKENS, KEY_BLOCK))
-        kept = torch.rand(blocks, generator=generator) < KEPT
+        kept = torch.rand(blocks, generator=generator, dtype=torch.float32) < KEPT
         kept[..., 0] = True
         return q.bfloat16(), k.bfloat16(), v.bfloat16(), kept

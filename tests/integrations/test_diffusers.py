@@ -27,6 +27,8 @@ from benchmarks.tiny_models.pipelines import ALL, TEXT, drawn
 from sparge.common.metrics import rel_l2
 from sparge.integrations.diffusers import enable
 from sparge.integrations.diffusers.rows import ROWS
+from sparge.speed import Backend
+from sparge.speed.self_test import WrongKernels
 from sparge.tune import MASK, Session
 
 pytestmark = pytest.mark.usefixtures("reference_allowed", "no_mode_left")
@@ -220,26 +222,38 @@ def test_a_pipeline_that_is_dropped_is_freed() -> None:
     assert model() is None
 
 
-@pytest.mark.parametrize("failure", [None, "a kernel did not compile (see the log)"])
-def test_a_run_waits_for_the_kernels(monkeypatch: pytest.MonkeyPatch, failure: str | None) -> None:
+@pytest.mark.parametrize(
+    ("failure", "wrong"),
+    [(None, None), ("a kernel did not compile (see the log)", None), (None, "the kernels err")],
+)
+def test_a_run_waits_for_the_kernels(
+    monkeypatch: pytest.MonkeyPatch, failure: str | None, wrong: str | None
+) -> None:
     tiny, asked = ALL["Wan 2.1"](), []
     native = tiny(1)
+
+    def speed_table(device: torch.device, backend: Backend) -> None:
+        asked.append(backend.name)
+        if wrong:
+            raise WrongKernels(wrong)
+
     ready = SimpleNamespace(usable=True, arch="", note="")
     for name, stand_in in {
         "integrations.diffusers.handle.capabilities": lambda device: ready,
         "integrations.diffusers.handle.warm_up": lambda device, show: SimpleNamespace(
             wait=lambda check: failure
         ),
-        "sampling.run.speed_table": lambda device, backend: asked.append(backend.name),
+        "sampling.run.speed_table": speed_table,
     }.items():
         monkeypatch.setattr(f"sparge.{name}", stand_in)
     with enable(tiny.pipe, "manual", topk=1.0, **TINY) as handle:
         got = tiny(1)
-    if failure is None:
-        assert asked == ["attention_pytorch"] and 0 < rel_l2(got, native) < EIGHT_BIT
+    assert asked == ([] if failure else ["attention_pytorch"])
+    if failure or wrong:
+        assert torch.equal(got, native)
+        assert handle.line == f"NOTHING WAS SPARSE; {failure or wrong}"
     else:
-        assert asked == [] and torch.equal(got, native)
-        assert handle.line == f"NOTHING WAS SPARSE; {failure}"
+        assert 0 < rel_l2(got, native) < EIGHT_BIT
 
 
 def test_own_loops_second_order_and_masks_of_heads(passes: list[Any]) -> None:

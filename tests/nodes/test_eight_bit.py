@@ -193,6 +193,28 @@ def test_a_backend_that_cannot_be_timed_costs_no_run(
     assert "the speed of this GPU was not measured" in caplog.text
 
 
+@pytest.mark.parametrize("mode", ["manual", "auto budget", "auto quality"])
+def test_wrong_kernels_keep_every_run_exact_and_are_told(
+    run, table, load_pack, monkeypatch, caplog, qkv, mode
+):
+    why, state = "the kernels err", load_pack("sparge.sampling.run")
+
+    def refuse(device, backend):
+        raise load_pack("sparge.speed.self_test").WrongKernels(why)
+
+    ready = SimpleNamespace(wait=lambda check: None)
+    monkeypatch.setattr(load_pack("nodes.hook").Hook, "prepare_kernels", lambda *_: ready)
+    monkeypatch.setattr(state, "speed_table", refuse)
+    table(2.0)
+    exact = torch.nn.functional.scaled_dot_product_attention(*qkv).transpose(1, 2).flatten(2)
+    for _ in range(2):
+        got = run(mode=mode)
+        assert "NOTHING WAS SPARSE" in got.line and f"dense because: {why} (" in got.line
+        assert (got.tally.sparse, got.tally.eight_bit) == (0, 0)
+        assert all(torch.equal(out, exact.expand_as(out)) for out in got.given)
+    assert "not measured" not in caplog.text
+
+
 def test_a_backend_is_named_with_its_version_and_pytorchs_order(load_pack, monkeypatch):
     host = load_pack("nodes.host")
 

@@ -100,17 +100,35 @@ def test_it_is_of_one_gpu_driver_torch_and_kernels(
     assert len(measured) == 2
 
 
-def test_wrong_kernels_are_told(measured, monkeypatch) -> None:
-    monkeypatch.setattr(self_test, "error_beside_emulation", lambda head_dim, device: math.nan)
+def test_wrong_kernels_are_refused_each_time_and_tested_once(
+    measured, untested, monkeypatch
+) -> None:
+    tested = []
+
+    def largest_error(head_dim: int, device: torch.device) -> float:
+        tested.append(device)
+        return math.nan
+
+    monkeypatch.setattr(self_test, "largest_error", largest_error)
     monkeypatch.setattr(kept, "check_kernels", self_test.check_kernels)
-    with pytest.raises(self_test.WrongKernels, match="relative error nan at head_dim 64"):
-        kept.speed_table(GPU)
+    for backend in (TORCH, TORCH, Backend("attention_sage", TORCH.attend)):
+        with pytest.raises(self_test.WrongKernels, match="error nan at head_dim 64"):
+            kept.speed_table(GPU, backend)
+    assert tested == [GPU] and not measured and not kept.kept_tables()
+
+
+def test_a_kept_table_is_of_kernels_that_passed(stored, restarted, monkeypatch) -> None:
+    def refuse(device: torch.device) -> None:
+        raise AssertionError("tested again")
+
+    monkeypatch.setattr(kept, "check_kernels", refuse)
+    assert restarted().facts["gpu"] == "Some GPU"
 
 
 def test_a_table_of_an_older_format_is_measured_anew(
     stored, measured, restarted, monkeypatch, caplog, capsys
 ) -> None:
-    monkeypatch.setattr(kept, "_FORMAT", "4")
+    monkeypatch.setattr(kept, "_FORMAT", "newer")
     assert not kept.kept_tables()
     restarted()
     assert len(measured) == 2 and len(kept.kept_tables()) == 1 and not caplog.messages
