@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,16 @@ _RENAMED = (
     (r"\.ff\.net\.0\.proj\.", ".ff_proj."),
     (r"\.ff\.net\.2\.", ".ff_out."),
 )
+#: Published names of all layers, which have a weight and a bias each. _OFS: of CogVideoX 1.5 I2V.
+_LAYERS = (
+    "patch_embed.proj", "patch_embed.text_proj", "time_embedding.linear_1",
+    "time_embedding.linear_2", "norm_final", "norm_out.linear", "norm_out.norm", "proj_out",
+)  # fmt: skip
+_OFS = ("ofs_embedding.linear_1", "ofs_embedding.linear_2")
+_IN_BLOCK = (
+    "norm1.linear", "norm1.norm", "norm2.linear", "norm2.norm", "attn1.to_q", "attn1.to_k",
+    "attn1.to_v", "attn1.to_out.0", "attn1.norm_q", "attn1.norm_k", "ff.net.0.proj", "ff.net.2",
+)  # fmt: skip
 
 
 def is_later_shard(name: str) -> bool:
@@ -53,10 +64,18 @@ def load_cogvideox(path: str, weight_dtype: str, disable_dynamic: bool = False) 
         except Exception as error:  # readers of safetensors have errors of their own
             raise ValueError(f"{shard.name} cannot be read ({error}); download it again") from error
         tensors |= found
-    if not any(f".{name}".endswith(f".{SIGN}") for name in tensors):
+    is_published = _sign(tensors) is None
+    if is_published:
         tensors = {core_name(name): x for name, x in tensors.items()}
+    _check_whole(tensors)
+    if is_published:
         tensors = _with_positions(tensors, Path(path).with_name("config.json"))
-    model = model_of_tensors(tensors, metadata, WEIGHT_DTYPES[weight_dtype], disable_dynamic)
+    try:
+        model = model_of_tensors(tensors, metadata, WEIGHT_DTYPES[weight_dtype], disable_dynamic)
+    except RuntimeError as error:
+        if "size mismatch" not in str(error):  # no fault of the file's
+            raise
+        raise ValueError("parameters in it have wrong shapes; download it again") from error
     if type(getattr(model, "model", None)).__name__ != "CogVideoX":
         raise ValueError("ComfyUI finds no CogVideoX transformer in it")
     # ComfyUI makes further copies of a model with this, one for each GPU.
@@ -69,6 +88,27 @@ def core_name(name: str) -> str:
     for pattern, renamed in _RENAMED:
         name = re.sub(pattern, renamed, name)
     return name
+
+
+def _sign(names: Iterable[str]) -> str | None:
+    """The name of `SIGN`, which may have a prefix."""
+    return next((name for name in names if f".{name}".endswith(f".{SIGN}")), None)
+
+
+def _check_whole(tensors: dict[str, Tensor]) -> None:
+    """Raises ValueError unless each parameter is among ComfyUI's names: of others ComfyUI makes
+    random ones, or a smaller model."""
+    sign = _sign(tensors)
+    if sign is None or tensors[sign].ndim != 2:
+        raise ValueError("this is no CogVideoX transformer, or not the whole of one")
+    names = {name.removeprefix(sign.removesuffix(SIGN)) for name in tensors}
+    blocks = {name.split(".")[1] for name in names if name.startswith("blocks.")}
+    layers = [*_LAYERS, *(_OFS if any(name.startswith("ofs_") for name in names) else ())]
+    layers += [f"transformer_blocks.{i}.{layer}" for i in range(len(blocks)) for layer in _IN_BLOCK]
+    published = (f"{layer}.{part}" for layer in layers for part in ("weight", "bias"))
+    if missing := [name for name in published if core_name(name) not in names]:
+        more = f" and {len(missing) - 1} more parameters" if len(missing) > 1 else ""
+        raise ValueError(f"it lacks {missing[0]}{more} of CogVideoX; download it again")
 
 
 def _all_shards(path: Path) -> list[Path]:
@@ -85,10 +125,13 @@ def _all_shards(path: Path) -> list[Path]:
 def _with_positions(tensors: dict[str, Tensor], config: Path) -> dict[str, Tensor]:
     """Tensors under ComfyUI's names, with the table of positions that CogVideoX-2B has no file of:
     without one ComfyUI takes the positions for rotary."""
-    if SIGN not in tensors:
-        raise ValueError("this is no CogVideoX transformer")
     width = tensors[SIGN].shape[0] // 6
-    said = json.loads(config.read_text("utf-8")) if config.is_file() else {}
+    try:
+        said = json.loads(config.read_text("utf-8")) if config.is_file() else {}
+    except (ValueError, RecursionError):
+        said = None
+    if not isinstance(said, dict):
+        raise ValueError("config.json beside it is damaged; download it again")
     rotary = said.get("use_rotary_positional_embeddings", width == 48 * 64)
     if rotary and POSITIONS in tensors:
         raise ValueError("ComfyUI would give noise for two kinds of positions (CogVideoX-5b-I2V)")

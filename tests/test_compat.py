@@ -13,6 +13,7 @@ from torch import Tensor
 import sparge
 from sparge import AttentionStats, SparsePolicy, compat
 from sparge.compat.mask import read_block_mask
+from sparge.compat.utils import get_block_map_meansim
 
 library: Any = sparge.attention
 by_topk: Any = compat.spas_sage2_attn_meansim_topk_cuda
@@ -32,6 +33,12 @@ SIGNATURES = [
     (by_mass, {**MEANSIM, "simthreshd1": 0.6, "cdfthreshd": 0.98, **TAIL}),
     (block_sparse, {"mask_id": None, **HEAD, **TAIL}),
 ]
+#: Thresholds of block maps, for blocks that have something in common; the last key block is ragged.
+BY_HEAD = {
+    "simthreshd1": torch.tensor([-0.1, 0.02, 0.03, 0.5]),
+    "cdfthreshd": torch.tensor([0.2, 0.5, 0.9, 1.0]),
+    "attention_sink": True,
+}
 CASE = (1, 2, 640, 64)
 MASK = torch.arange(2 * 5 * 10).view(1, 2, 5, 10) % 3 == 0
 SINK = MASK.clone().index_fill_(-1, torch.tensor([0]), True)
@@ -138,3 +145,45 @@ def test_a_mask_of_hoppers_64_by_128_blocks_keeps_all_that_it_says(
     smallest = of_tokens(wide, queries, keys)
     assert torch.equal(read_block_mask(wide.int(), q, k, "HND"), smallest)
     assert torch.equal(block_sparse(q, k, v, wide), block_sparse(q, k, v, smallest))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"topk": 0.3, "cdfthreshd": None, "simthreshd1": -0.1},
+        {"cdfthreshd": 0.7, "simthreshd1": 0.02},
+        BY_HEAD,
+    ],
+    ids=["topk", "cdf", "by head"],
+)
+def test_attention_over_a_block_map_is_that_of_its_thresholds(
+    make_qkv, given: dict[str, Any], is_causal: bool
+) -> None:
+    q, k, v = make_qkv(2, 4, 700, 64, kv_heads=2)
+    q, k = (x + 0.3 * x[:, :, :1] for x in (q, k))
+    given = {"topk": None} | given
+    kept = get_block_map_meansim(q, k, is_causal=is_causal, **given)
+    policy = SparsePolicy(smooth_k=False)
+    attended = library(q, k, v, policy, is_causal=is_causal, block_mask=kept)
+    assert torch.equal(attended, by_topk(q, k, v, is_causal=is_causal, smooth_k=False, **given))
+    assert kept.shape == (2, 4, 6, 11) and 0.1 < kept.float().mean() < 0.95
+    first_query_after, first_key = (torch.arange(6) + 1) * 128, torch.arange(11) * 64
+    assert not (is_causal and kept[..., first_key >= first_query_after[:, None]].any())
+
+
+@pytest.mark.parametrize(
+    ("given", "keys", "words"),
+    [
+        ({"BLKQ": 64, "BLKK": 128}, 128, "pass BLKQ=128 and BLKK=64"),
+        ({"return_lut": True}, 128, "no lookup tables"),
+        ({"is_sparse": False}, 128, "never had an effect"),
+        ({"topk": 0.5}, 128, "set exactly one"),
+        ({"is_causal": True}, 100, "128 queries and 100 keys"),
+        ({"simthreshd1": torch.ones(3)}, 128, "each of the 1 query heads"),
+    ],
+)
+def test_what_a_block_map_refuses(make_qkv, given: dict[str, Any], keys: int, words: str) -> None:
+    q, k, _ = make_qkv(1, 1, 128, 64, kv_tokens=keys)
+    with pytest.raises(ValueError, match=words):
+        get_block_map_meansim(q, k, **given)

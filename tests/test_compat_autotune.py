@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def part(values: list[float]) -> nn.Parameter:
 def upstreams_file(layers: int = 11, heads: int = 2) -> dict[str, Tensor]:
     """File that upstream saves: Parameters of bf16, one tensor (heads,) a part."""
     return {
-        NAME.format(layer) + name: part([layer / 16] * heads)
+        NAME.format(layer) + name: part([1 if name == "is_sparse" else (layer + 1) / 16] * heads)
         for layer in range(layers)
         for name in SAVED
     }
@@ -72,7 +73,7 @@ class TestFiles:
             for name in SAVED[1:]:
                 value = getattr(model.attention(layer), name)
                 assert value.dtype == torch.float32 and not value.requires_grad
-                assert value.tolist() == [layer / 16] * 2
+                assert value.tolist() == [(layer + 1) / 16] * 2
         assert model.attention(10).is_sparse.dtype == torch.bool
         q, k, v = make_qkv(1, 2, 640, 64)
         out, sparsity = model.attention(10)(q, k, v, return_sparsity=True)
@@ -94,10 +95,10 @@ class TestFiles:
 
     def test_wrapped_models_and_several_gpus(self) -> None:
         for wrap in ("_orig_mod.", "module._orig_mod."):
-            saved = {wrap + name: value.to("meta") for name, value in upstreams_file().items()}
-            model = Layers()
-            load(model, saved, multigpu=True)
-            assert model.attention(1).cdfthreshd.device.type == "meta", "where it was"
+            saved = {wrap + name: value for name, value in upstreams_file().items()}
+            for multigpu, device in ((True, "cpu"), (False, "meta")):
+                load(model := Layers().to("meta"), saved, multigpu=multigpu)
+                assert model.attention(1).cdfthreshd.device.type == device
         wrapped = nn.ModuleDict({"_orig_mod": Layers()})
         load(wrapped, upstreams_file())
         assert next(iter(extract(wrapped))).startswith("_orig_mod.")
@@ -117,3 +118,48 @@ class TestFiles:
         load(model, upstreams_file(heads=3))
         with pytest.raises(ValueError, match="each of the 2 query heads"):
             model.attention(0)(*make_qkv(1, 2, 256, 64))
+
+    @pytest.mark.parametrize(
+        ("name", "wrong", "given"),
+        [
+            ("pvthreshd", -3, "-3"),
+            ("pvthreshd", math.inf, "inf"),
+            ("cdfthreshd", 0, "0"),
+            ("cdfthreshd", 1.5, "1.5"),
+            ("simthreshd1", -math.inf, "-inf"),
+            ("simthreshd1", 1.5, "1.5"),
+            *((name, math.nan, "nan") for name in SAVED),
+            ("is_sparse", 0.5, "0.5"),
+        ],
+    )
+    def test_no_head_may_have_a_value_that_is_no_threshold(self, name, wrong, given) -> None:
+        saved = upstreams_file(2) | {NAME.format(1) + name: part([1, wrong])}
+        with pytest.raises(ValueError, match=rf"blocks\.1\..*{name} is {given}; it takes"):
+            load(Layers(), saved)
+
+    @pytest.mark.parametrize(
+        ("wrong", "given"),
+        [
+            (torch.tensor([0.9 + 5j, 0.9]), "of torch.complex64"),
+            (torch.tensor([True, True]), "of torch.bool"),
+            (torch.tensor([1, 1]), "of torch.int64"),
+            ([0.9, 0.9], "a list"),
+        ],
+    )
+    def test_values_of_another_kind_are_refused(self, wrong: Any, given: str) -> None:
+        saved = upstreams_file(1) | {NAME.format(0) + "cdfthreshd": wrong}
+        with pytest.raises(ValueError, match=f"cdfthreshd is {given}; it takes a floating"):
+            load(Layers(), saved)
+
+    def test_the_ends_of_what_upstream_tunes_are_accepted(self) -> None:
+        """A head that became dense, and one of the sparsest."""
+        ends = {
+            "is_sparse": torch.tensor([False, True]),
+            "cdfthreshd": part([1, 0.0005]),
+            "simthreshd1": part([1, -1]),
+            "pvthreshd": part([50, 0.05]),
+        }
+        load(
+            model := Layers(), upstreams_file(1) | {NAME.format(0) + n: x for n, x in ends.items()}
+        )
+        assert model.attention(0).is_sparse.tolist() == [False, True]

@@ -31,19 +31,21 @@ SERVED = {
     f"{PACKAGE}.core": "get_cuda_arch_versions spas_sage2_attn_meansim_cuda "
     "spas_sage2_attn_meansim_topk_cuda spas_sage_attn_meansim_cuda "
     "spas_sage_attn_meansim_topk_cuda block_sparse_sage2_attn_cuda",
+    # packs for MiniMax H3
+    f"{PACKAGE}.utils": "get_block_map_meansim",
 }
 #: Upstream's kernels and what feeds them, which others import behind `except ImportError`: there
 #: are none.
 REFUSED = {
     f"{PACKAGE}._qattn": "qk_int8_sv_f8_accum_f16_block_sparse_attn_inst_buf_fuse_v_scale_with_pv",
-    f"{PACKAGE}.utils": "get_vanilla_qk_quant",
+    f"{PACKAGE}.utils": "get_vanilla_qk_quant hyperparameter_check",
     PACKAGE: "_fused",
     f"{PACKAGE}.quant_per_block": "per_block_int8",
 }
 #: What each import came to; names that are served are the library's.
 PROBE = """
 import json, sys
-import sparge.compat, sparge.compat.autotune, sparge.compat.core
+import sparge.compat, sparge.compat.autotune, sparge.compat.core, sparge.compat.utils
 import spas_sage_attn.autotune
 found = {}
 for module, name in json.loads(sys.argv[1]):
@@ -57,7 +59,7 @@ for module, name in json.loads(sys.argv[1]):
         found[f"{module} {name}"] = [kind, str(error) + (" HAS IT" if has else "")]
 for name in sparge.compat.__all__:
     assert getattr(spas_sage_attn, name) is getattr(sparge.compat, name), name
-for part in ("core", "autotune"):
+for part in ("core", "autotune", "utils"):
     ours, library = getattr(spas_sage_attn, part), getattr(sparge.compat, part)
     assert all(getattr(ours, name) is getattr(library, name) for name in ours.__all__), part
 print(json.dumps(found))

@@ -12,5 +12,5 @@ except ModuleNotFoundError as error:
         "`pip install .` in the root of the SpargeAttention node pack."
     ) from error
 
-# As an attribute too, since upstream has them after `import spas_sage_attn` alone.
-from . import core  # noqa: F401
+# As attributes too, since upstream has them after `import spas_sage_attn` alone.
+from . import core, utils  # noqa: F401

@@ -12,7 +12,7 @@ Every parameter is honoured, or refused with `Unsupported` and a reason. What di
 * head_dim up to 128, any sequence length, and grouped-query heads are accepted.
 * tuned files are loaded; nothing is tuned here.
 
-The modules have upstream's names: `core`, `autotune`.
+The modules have upstream's names: `core`, `autotune`, `utils`.
 """
 
 from .core import (

@@ -61,6 +61,8 @@ def model_loading() -> dict[str, ModuleType]:
             return {name: file.get_tensor(name) for name in names}, file.metadata()
 
     def load(state: Any, options: Any, metadata: Any, disable_dynamic: bool) -> Any:
+        if "proj_out.bias" in state and len(state["proj_out.bias"]) % 4:  # patches of 2 x 2
+            raise RuntimeError("Error(s) in loading state_dict:\n\tsize mismatch for proj_out.bias")
         known = any(name.endswith("blocks.0.norm1.linear.weight") for name in state)
         kind = type("CogVideoX" if known and "other" not in state else "Other", (), {})
         return SimpleNamespace(

@@ -18,6 +18,7 @@ from tests.nodes.stand_ins import folder_paths, model_loading
 
 FIRST = "cog/transformer/diffusion_pytorch_model-00001-of-00002.safetensors"
 SECOND = FIRST.replace("00001", "00002")
+SIGN, OF_ODD_SHAPE = "blocks.0.norm1.linear.weight", "proj_out.bias"
 ACCEPTED = "Load CogVideoX takes the transformer of a CogVideoX model as .safetensors"
 
 
@@ -155,12 +156,51 @@ def test_what_cannot_be_loaded_is_said(node, models, state) -> None:
     shards[1].write_bytes(data)
     save_file({"double_blocks.0.x": torch.zeros(2)}, models / "flux.safetensors")
     refusal("flux.safetensors", "flux.safetensors was not loaded", "no CogVideoX transformer")
-    known = {"blocks.0.norm1.linear.weight": torch.zeros(2)}
-    save_file(known | {"other": torch.zeros(2)}, models / "other.safetensors")
+    save_file(state | {"other": torch.zeros(2)}, models / "other.safetensors")
     refusal("other.safetensors", "ComfyUI finds no CogVideoX transformer in it")
-    save_file(known, models / "cut.safetensors")
+    save_file(state, models / "cut.safetensors")
     (models / "cut.safetensors").write_bytes((models / "cut.safetensors").read_bytes()[:-1])
     refusal("cut.safetensors", "cut.safetensors cannot be read", "download it again")
+    for damaged in ("{", "[]", "[" * 100_000, "\xff"):
+        (models / FIRST).with_name("config.json").write_bytes(damaged.encode("latin-1"))
+        refusal(FIRST, "config.json beside it is damaged; download it again")
+    save_file({**state, OF_ODD_SHAPE: torch.zeros(3)}, models / "odd.safetensors")
+    refusal("odd.safetensors", "parameters in it have wrong shapes; download it again")
+    save_file({**state, f"transformer_{SIGN}": torch.zeros(3)}, models / "odd.safetensors")
+    refusal("odd.safetensors", "no CogVideoX transformer")
+
+
+@pytest.mark.parametrize("weight_dtype", ["default", "fp8_e4m3fn"])
+@pytest.mark.parametrize("prefix", [None, "", "model.diffusion_model."])
+def test_each_parameter_is_missed(load_pack, node, models, generator, weight_dtype, prefix) -> None:
+    """Of files with published names (None) and with ComfyUI's, which may have a prefix."""
+    cogvideox = load_pack("nodes.cogvideox")
+    state = published(generator, heads=1, layers=2, time=8, text=8, ofs=8)
+    named = {name: name if prefix is None else prefix + cogvideox.core_name(name) for name in state}
+    whole = {named[name]: tensor for name, tensor in state.items()} | {"extra": torch.zeros(1)}
+    save_file(whole, models / "cog.safetensors")
+    assert node.execute("cog.safetensors", weight_dtype)
+    for name in state:
+        save_file({n: x for n, x in whole.items() if n != named[name]}, models / "cog.safetensors")
+        said = "no CogVideoX transformer" if cogvideox.core_name(name) == SIGN else f"lacks {name} "
+        with pytest.raises(ValueError, match=f"{said}.*{ACCEPTED}"):
+            node.execute("cog.safetensors", weight_dtype)
+
+
+@pytest.mark.parametrize(
+    ("lacks", "said"),
+    [
+        ("transformer_blocks.1.", r"transformer_blocks\.1\.norm1\.linear\.weight and 23 more"),
+        ("norm_", r"norm_final\.weight and 5 more parameters of CogVideoX; download it again"),
+    ],
+)
+def test_many_are_counted(node, models, generator, lacks: str, said: str) -> None:
+    """A block between two others too: ComfyUI would count the blocks before it."""
+    state = published(generator, heads=1, layers=3, time=8, text=8)
+    whole = {name: tensor for name, tensor in state.items() if not name.startswith(lacks)}
+    save_file(whole, models / "cog.safetensors")
+    with pytest.raises(ValueError, match=said):
+        node.execute("cog.safetensors")
 
 
 def test_names_are_refused_before_anything_runs(node, models) -> None:
