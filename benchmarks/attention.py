@@ -34,7 +34,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import sparge
 from sparge import AttentionStats, Precision, SparsePolicy
 from sparge.kernels import Element, KernelSpec, capabilities, native_element, warm
 from sparge.kernels.spec import all_specs, attend_path
@@ -42,6 +41,7 @@ from sparge.policy import PV_FILTER_OFF
 
 from .cases import Case, half_pooled, spread
 from .inputs import draw
+from .kept import kept_blocks
 from .peers import Absent, Peer, in_a_line, peers, working
 from .shapes import SHAPES, Shape
 from .speed_rows import OURS, OURS_BUDGETS, OURS_SPREAD, absent_row, errors, row
@@ -87,10 +87,10 @@ def with_extra_memory(work: Callable[[], Tensor]) -> tuple[Tensor, int]:
 def time_ours(shape: Shape, qkv: Qkv, case: Case, asked: float, seconds: float) -> dict[str, Any]:
     stats = AttentionStats(qkv[0].device)
     out, extra_mib = with_extra_memory(lambda: case.attend(qkv, stats=stats))
-    plan = None if case.order else sparge.make_plan(*qkv[:2], case.policy)
-    l1, l2 = errors(out, *qkv, plan)
-    drop = l2 if plan is None else errors(out, *qkv, None)[1]
-    del out, plan
+    kept = None if case.order else kept_blocks(*qkv[:2], case.policy)
+    l1, l2 = errors(out, *qkv, kept)
+    drop = l2 if kept is None else errors(out, *qkv, None)[1]
+    del out, kept
     ms, repeats = median_within(lambda: case.attend(qkv, out_layout="NHD"), seconds)
     attend, calls = partial(case.attend, qkv, out_layout="NHD"), 1 if ms > LONG_MS else 5
     stages, before_attend = stage_ms(attend, calls), before_attend_ms(attend, calls)

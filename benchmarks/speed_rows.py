@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparge import BlockPlan, reference
+from sparge import reference
 from sparge.blocks import KEY_BLOCK, QUERY_BLOCK, block_count
 from sparge.common.metrics import rel_l1, rel_l2
 
@@ -27,11 +27,14 @@ def errors(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    plan: BlockPlan | None,
+    kept: Tensor | None,
     heads: Iterable[int] = (),
     blocks: int = SAMPLED_BLOCKS,
 ) -> tuple[float, float]:
     """Relative L1 and L2 on a few query blocks of `heads`, else of the first and the last one.
+
+    kept: (1, H, query blocks, key blocks) bool, beside attention over which the result is judged;
+    None means over all keys.
 
     Raises RuntimeError where the result is not finite: a time of it would mean nothing.
     """
@@ -42,8 +45,8 @@ def errors(
         for block in {all_blocks * i // blocks for i in range(blocks)}:
             rows = slice(block * QUERY_BLOCK, min((block + 1) * QUERY_BLOCK, tokens))
             keys = slice(None)
-            if plan is not None:
-                keys = plan.kept()[0, head, block].repeat_interleave(KEY_BLOCK)[:tokens]
+            if kept is not None:
+                keys = kept[0, head, block].repeat_interleave(KEY_BLOCK)[:tokens]
             one = (x[:, head : head + 1] for x in (k, v))
             exact, _ = reference.exact_attention(
                 q[:, head : head + 1, rows], *(x[:, :, keys] for x in one)

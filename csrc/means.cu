@@ -190,15 +190,15 @@ SPARGE_DEVICE void reduce_slice(const MeansParams& p, Smem& smem, const Chunks<k
 extern "C" __device__ const sparge::LaunchInfo launch_info = {sparge::means::kThreads, 0};
 extern "C" __device__ const sparge::MeansSizes launch_sizes = {sparge::means::kSlices};
 
-// Grid: (V when with_values, then K) x batch x kv_heads x channel slices, slices fastest: a cluster has those of one tensor.
+// Grid: (V, then K) x batch x kv_heads x channel slices, slices fastest: a cluster has those of one tensor.
 extern "C" __global__ void SPARGE_CLUSTER(sparge::means::kSlices)
     __launch_bounds__(sparge::means::kThreads, sparge::means::kBlocksPerSm) means(const __grid_constant__ sparge::MeansParams p) {
   using namespace sparge;
   __shared__ means::Smem smem;
   const i32 slice = blockIdx.x % means::kSlices, heads = p.problem.batch * p.problem.kv_heads;
   i32 index = blockIdx.x / means::kSlices;
-  const bool values = p.with_values && index < heads;
-  if (p.with_values && !values) index -= heads;
+  const bool values = index < heads;
+  if (!values) index -= heads;
   const i32 head = index % p.problem.kv_heads, b = index / p.problem.kv_heads;
   with_chunks(values ? p.v : p.k, b, head, p.problem.channels,
               [&](auto rows) { means::reduce_slice(p, smem, rows, b, head, slice, values); });

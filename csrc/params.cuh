@@ -87,7 +87,6 @@ struct MeansParams {
   float* v_scale;
   u32* reach;  // (batch, kv_heads), set to zero; may be null
   i32 smooth_k;
-  i32 with_values;
   i32 k_stride;  // one in k_stride runs of 64 keys, from the first on, counts in the mean of K
 };
 
@@ -127,7 +126,6 @@ struct QuantizeParams {
   PoolColumn* pool_columns;  // (batch, kv_heads, pool_tiles * 64)
   float* pool_value_scale;   // likewise, INT8 values only
   i32 with_queries;
-  i32 with_values;
   i32 with_similarity;  // else similarities are 1, or NaN where a block's mean is no number, as a threshold below 0 asks
   i32 key_run;          // key or value blocks of a head that a thread block takes
   i32 key_runs;         // such runs in a head
@@ -153,7 +151,6 @@ struct RouteParams {
   const float* v_variance;
   const float* v_square;
   u32* block_map;  // (batch, heads, query_blocks, map_words): bit j of word w keeps key block 32 w + j
-  i32* counts;     // (batch, heads, query_blocks)
   u64* counters;   // by Counter; may be null
   float cdfthreshd;
   float simthreshd1;

@@ -41,7 +41,7 @@ SPARGE_DEVICE i32 batch_of(i32 head_at, i32 batch, i32 heads) {
 
 extern "C" __device__ const sparge::LaunchInfo launch_info = {sparge::quantize::kThreads, 0};
 
-// Grid (sparge/stages/quantize_grid.py): x batch x kv_heads; y work items: runs of key and (with_values) of value blocks, alternately,
+// Grid (sparge/stages/quantize_grid.py): x batch x kv_heads; y work items: runs of key and of value blocks, alternately,
 // then (with_queries) runs of query blocks, the heads that share keys one after another. Heads are fastest, the last tokens
 // first: neighbours run at the same time, and what means read last is still in the L2.
 extern "C" __global__ void __launch_bounds__(sparge::quantize::kThreads, sparge::quantize::kBlocksPerSm)
@@ -54,10 +54,10 @@ extern "C" __global__ void __launch_bounds__(sparge::quantize::kThreads, sparge:
   if constexpr (kArch == 90)  // the attend kernel with persistent blocks exists there
     if (run_at == 0 && kv_at == 0 && threadIdx.x == 0) *p.next_item = 0;
   const i32 b = quantize::batch_of(kv_at, problem.batch, problem.kv_heads), kv = kv_at - b * problem.kv_heads;
-  const i32 kv_runs = p.with_values ? 2 * p.key_runs : p.key_runs;
+  const i32 kv_runs = 2 * p.key_runs;
   if (run_at < kv_runs) {
-    const bool values = p.with_values && run_at % 2 == 1;
-    const i32 first = (p.key_runs - 1 - (p.with_values ? run_at / 2 : run_at)) * p.key_run, blocks = problem.key_blocks();
+    const bool values = run_at % 2 == 1;
+    const i32 first = (p.key_runs - 1 - run_at / 2) * p.key_run, blocks = problem.key_blocks();
     const i32 last = smaller(first + p.key_run, blocks) - 1;
     auto share = [&](const char* base) {
       if (threadIdx.x == 0)

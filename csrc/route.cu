@@ -6,7 +6,7 @@
 //             tokens, the sink or the causal diagonal. Among the rest top-k or cumulative mass decides, ties to the lower index.
 //             Or a caller's block mask is packed. Heads that ask for as many blocks as there are score nothing.
 // Output      block_map, one bit a key block (a 1,861-block row takes 236 bytes where a uint16 list would take 3.7 KB),
-//             counts, and the pair counters behind `density`.
+//             and the pair counters behind `density`.
 // Strategy    A thread block scores 16 query blocks of one head together, on tensor cores (route/product.cuh), so each K mean is
 //             read from the L2 once for all of them. Then each warp selects for one. Scores live in shared memory only.
 //             Vectors lie in the order of the products' first operand, and two tiles of columns share each read of them.

@@ -4,8 +4,7 @@
 out = sparge.attention(q, k, v, sparge.SparsePolicy(topk=0.3))
 """
 
-from .attention import attention, make_plan
-from .blocks import BlockPlan
+from .attention import attention
 from .call_stats import CallStats
 from .checks.padding import KeyPadding, key_padding
 from .errors import KernelBuildError, Unsupported
@@ -20,7 +19,6 @@ from .stats import AttentionStats
 __all__ = [
     "VARIANTS",
     "AttentionStats",
-    "BlockPlan",
     "CallStats",
     "Capability",
     "HeadSettings",
@@ -38,7 +36,6 @@ __all__ = [
     "cube_order",
     "grid_order",
     "key_padding",
-    "make_plan",
     "sdpa",
     "sdpa_call",
 ]

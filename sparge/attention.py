@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Public calls: `attention`, `make_plan`."""
+"""Public call: `attention`."""
 
 from __future__ import annotations
 
@@ -8,18 +8,15 @@ from typing import TYPE_CHECKING, Literal, TypedDict, overload
 import torch
 from torch import Tensor
 
-from .blocks import BlockPlan
 from .call import CheckedCall, make_call
 from .checks.argument import check_kind, flag
 from .checks.causal import Alignment
 from .checks.validate import as_heads_first, check_layout, check_output_dtype
-from .errors import Unsupported
 from .head_settings import HeadSettings
 from .order.grid import TokenOrder
 from .policy import SparsePolicy
-from .stages import on_reference
 from .stages.bottom_right import run_bottom_right
-from .stages.pipeline import has_kernels, quantize, route, run
+from .stages.pipeline import run
 from .stats import AttentionStats
 
 if TYPE_CHECKING:
@@ -36,7 +33,6 @@ class _Options(TypedDict, total=False):
     scale: float | None
     key_lengths: Tensor | None
     block_mask: Tensor | None
-    plan: BlockPlan | None
     order: TokenOrder | None
     head_settings: HeadSettings | None
     stats: AttentionStats | None
@@ -76,7 +72,6 @@ def attention(
     scale: float | None = None,
     key_lengths: Tensor | None = None,
     block_mask: Tensor | None = None,
-    plan: BlockPlan | None = None,
     order: TokenOrder | None = None,
     head_settings: HeadSettings | None = None,
     stats: AttentionStats | None = None,
@@ -99,7 +94,6 @@ def attention(
         key_lengths: (B,) int32; keys at and beyond it are never read. With an order they may cut
             the tokens after the grid, and nothing of the grid.
         block_mask: (B, H, ceil(Nq / 128), ceil(Nk / 64)), nonzero keeps; replaces routing.
-        plan: from ``make_plan``; replaces routing.
         order: from ``cube_order`` or ``grid_order``: tokens that lie close together share blocks,
             and its exact tokens replace the policy's. q, k, v and the result stay as they come.
         head_settings: density, pool weight, output scale, router (what ranks blocks) and order of
@@ -122,8 +116,8 @@ def attention(
             ``sparge.kernels.warm(device)`` before); ``log`` says why.
     """
     call = make_call(
-        q, k, v, policy, layout, is_causal, scale, key_lengths, block_mask, plan, order,
-        head_settings, causal,
+        q, k, v, policy, layout, is_causal, scale, key_lengths, block_mask, order, head_settings,
+        causal,
     )  # fmt: skip
     check_output_dtype(output_dtype)
     dtype = output_dtype or call.q.dtype
@@ -143,35 +137,6 @@ def attention(
         stats.add_call()
     out = as_heads_first("output", out, out_layout)  # its own inverse: back to the caller's layout
     return out if lse is None else (out, lse)
-
-
-def make_plan(
-    q: Tensor,
-    k: Tensor,
-    policy: SparsePolicy | None = None,
-    *,
-    layout: str = "HND",
-    is_causal: bool = False,
-    causal: Alignment | None = None,
-    scale: float | None = None,
-    key_lengths: Tensor | None = None,
-    block_mask: Tensor | None = None,
-) -> BlockPlan:
-    """Routes alone: returns the plan ``attention`` would use with these arguments. Raises as it
-    does."""
-    call = make_call(
-        q, k, None, policy, layout, is_causal, scale, key_lengths, block_mask, None, causal=causal
-    )
-    if call.bottom_right:
-        raise Unsupported(
-            f"A plan is of one call and causal='bottom-right' of {call.q.shape[2]} queries and "
-            f"{call.k.shape[2]} keys is made of two: make one for each chunk of the keys."
-        )
-    if not has_kernels(call):
-        return on_reference.make_plan(call)
-    block_map, counts = route(call, quantize(call), None)
-    sizes = (call.shape.queries, call.shape.keys)
-    return BlockPlan(block_map, counts, *sizes, call.is_causal, key_lengths)
 
 
 def _counters_of(stats: AttentionStats, device: torch.device) -> Tensor:

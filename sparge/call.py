@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .blocks import BlockPlan
 from .checks.argument import check_kind, flag
 from .checks.causal import Alignment, check_bottom_right, ends_with_the_keys
 from .checks.validate import (
@@ -30,17 +29,16 @@ from .stages.workspace import CallShape
 
 @dataclass(frozen=True, eq=False)
 class CheckedCall:
-    """One call: q (B, H, Nq, D), k and v (B, Hkv, Nk, D); v is None where only a plan is made."""
+    """One call: q (B, H, Nq, D), k and v (B, Hkv, Nk, D)."""
 
     q: Tensor
     k: Tensor
-    v: Tensor | None
+    v: Tensor
     policy: SparsePolicy
     scale: float
     is_causal: bool
     key_lengths: Tensor | None
     block_mask: Tensor | None
-    plan: BlockPlan | None
     order: TokenOrder | None
     head_settings: HeadSettings | None
     thresholds: Tensor | None
@@ -59,17 +57,12 @@ class CheckedCall:
 
     @property
     def element(self) -> Element:
-        policy = self.policy
-        return element_of(policy.precision, self.q, *self._read)
-
-    @property
-    def _read(self) -> tuple[Tensor, ...]:
-        return (self.k,) if self.v is None else (self.k, self.v)
+        return element_of(self.policy.precision, self.q, self.k, self.v)
 
     @property
     def routes(self) -> bool:
-        """Whether there is room for query statistics, which a given plan or mask replaces."""
-        return self.plan is None and self.block_mask is None
+        """Whether there is room for query statistics, which a given mask replaces."""
+        return self.block_mask is None
 
     @property
     def scores(self) -> bool:
@@ -110,9 +103,8 @@ class CheckedCall:
             self,
             q=self.q[:, query],
             k=self.k[:, kv],
-            v=None if self.v is None else self.v[:, kv],
+            v=self.v[:, kv],
             block_mask=None if self.block_mask is None else self.block_mask[:, query],
-            plan=None if self.plan is None else self.plan.heads_slice(query),
             head_settings=None
             if self.head_settings is None
             else self.head_settings.heads_slice(query),
@@ -132,14 +124,13 @@ def element_of(precision: Precision, q: Tensor, *others: Tensor) -> Element:
 def make_call(
     q: Tensor,
     k: Tensor,
-    v: Tensor | None,
+    v: Tensor,
     policy: SparsePolicy | None,
     layout: str,
     is_causal: bool,
     scale: float | None,
     key_lengths: Tensor | None,
     block_mask: Tensor | None,
-    plan: BlockPlan | None,
     order: TokenOrder | None = None,
     head_settings: HeadSettings | None = None,
     causal: Alignment | None = None,
@@ -147,43 +138,35 @@ def make_call(
     """Validates arguments. Raises Unsupported or ValueError, with a sentence for the user, before
     anything runs."""
     policy = SparsePolicy() if policy is None else policy
-    _check_kinds(policy, plan, order, head_settings)
+    _check_kinds(policy, order, head_settings)
     q, k = as_heads_first("q", q, layout), as_heads_first("k", k, layout)
     check_pair(q, k)
-    if v is not None:
-        v = as_heads_first("v", v, layout)
-        check_values(k, v)
-        check_pair(q, v, "v")
+    v = as_heads_first("v", v, layout)
+    check_values(k, v)
+    check_pair(q, v, "v")
     check_key_lengths(key_lengths, q)
     check_block_mask(block_mask, q, k)
     optional = (
-        v,
         block_mask,
         *policy.per_head.values(),
         *(head_settings.tensors.values() if head_settings else ()),
     )
-    check_inference(q, k, *(tensor for tensor in optional if tensor is not None))
+    check_inference(q, k, v, *(tensor for tensor in optional if tensor is not None))
     is_causal = flag("is_causal", is_causal)
     n_queries, n_keys = q.shape[2], k.shape[2]
     bottom_right = False
     if is_causal or causal is not None:
         bottom_right = ends_with_the_keys(is_causal, causal, n_queries, n_keys)
         is_causal = True
-    replaces_routing = plan is not None or block_mask is not None
-    _check_order_and_settings(q, k, policy, is_causal, replaces_routing, order, head_settings)
+    _check_order_and_settings(q, k, policy, is_causal, block_mask, order, head_settings)
     if order is not None and key_lengths is not None and not order.segments:
         raise Unsupported(
             "key_lengths and an order that was taken from another sequence do not go together: "
             "what they cut off stands in several places. Leave one of them out."
         )
     softmax_scale = checked_scale(scale, q.shape[-1])
-    if plan is not None:
-        plan.check_fits(q, k, is_causal, key_lengths, block_mask)
-        check_key_lengths(plan.key_lengths, q)
     if bottom_right:
-        check_bottom_right(n_queries, n_keys, key_lengths, block_mask, plan)
-    if plan is not None:
-        is_causal, key_lengths = plan.is_causal, plan.key_lengths
+        check_bottom_right(n_queries, n_keys, key_lengths, block_mask)
     if block_mask is not None and block_mask.dtype not in (torch.bool, torch.uint8, torch.int8):
         block_mask = block_mask != 0
     heads = q.shape[1]
@@ -196,7 +179,6 @@ def make_call(
         is_causal,
         key_lengths,
         block_mask,
-        plan,
         None if order is None else order.on(q.device),
         head_settings,
         policy.head_thresholds(heads, q.device)
@@ -207,14 +189,10 @@ def make_call(
 
 
 def _check_kinds(
-    policy: SparsePolicy,
-    plan: BlockPlan | None,
-    order: TokenOrder | None,
-    head_settings: HeadSettings | None,
+    policy: SparsePolicy, order: TokenOrder | None, head_settings: HeadSettings | None
 ) -> None:
     check_kind("policy", policy, SparsePolicy, "a SparsePolicy, say SparsePolicy(topk=0.3)")
     for name, value, kind, maker in (
-        ("plan", plan, BlockPlan, "make_plan"),
         ("order", order, TokenOrder, "cube_order or grid_order"),
         ("head_settings", head_settings, HeadSettings, "HeadSettings or HeadSettings.uniform"),
     ):
@@ -227,14 +205,14 @@ def _check_order_and_settings(
     k: Tensor,
     policy: SparsePolicy,
     is_causal: bool,
-    replaces_routing: bool,
+    block_mask: Tensor | None,
     order: TokenOrder | None,
     head_settings: HeadSettings | None,
 ) -> None:
-    if (order is not None or head_settings is not None) and replaces_routing:
+    if (order is not None or head_settings is not None) and block_mask is not None:
         raise ValueError(
-            "plan and block_mask replace routing, which order and head_settings are about: give "
-            "one or the other."
+            "block_mask replaces routing, which order and head_settings are about: give one or the "
+            "other."
         )
     if order is not None:
         if is_causal:

@@ -14,7 +14,6 @@ import torch
 import sparge
 from sparge import (
     AttentionStats,
-    BlockPlan,
     HeadSettings,
     Precision,
     SparsePolicy,
@@ -46,8 +45,8 @@ FLAGS = ("attention_sink", "keep_diagonal", "smooth_k")
 NUMBERS = ("topk", "cdfthreshd", "simthreshd1", "pvthreshd")
 TENSORS = ("density", "pool_weight", "router", "output_scale", "order_kind")
 
-#: Arguments of a call of (1, 2, 256, 64), of functions that share them -> what is said.
-SHARED: list[tuple[dict[str, Any], str]] = [
+#: Arguments of a call of (1, 2, 256, 64) -> what is said.
+ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     *(({x: [1.0]}, f"{x} is a list; give a torch tensor") for x in ("q", "k", "key_lengths")),
     ({"policy": 0.5}, "policy is 0.5; give a SparsePolicy"),
     ({"layout": None}, "layout is None; it takes 'HND'"),
@@ -61,13 +60,11 @@ SHARED: list[tuple[dict[str, Any], str]] = [
     ({"block_mask": np.ones((1, 2, 2, 4))}, "block_mask is a numpy.ndarray; give a torch"),
     ({"block_mask": torch.ones(1, 2, 4, 2)}, r"\(1, 2, 2, 4\)"),
     ({"policy": SparsePolicy(topk=torch.ones(5))}, r"topk has shape \(5,\).* 2 query heads"),
-]
-OF_ATTENTION: list[tuple[dict[str, Any], str]] = [
     ({"out_layout": 1}, "out_layout is 1; it takes 'HND'"),
     ({"return_lse": "no"}, "return_lse is 'no'; it takes True or False"),
-    ({"plan": torch.ones(1, 2, 2, 4)}, "plan is a torch.Tensor; give what make_plan makes"),
     ({"order": TokenGrid(2, 8, 10)}, "order is a .*TokenGrid; give what cube_order or grid_order"),
     ({"order": SQUARE, "is_causal": True}, "do not go together"),
+    ({"order": SQUARE, "block_mask": torch.ones(1, 2, 2, 4)}, "give one or the other"),
     ({"order": cube_order(TokenGrid(1, 8, 8))}, "the token order is one of 64 tokens"),
     ({"head_settings": 0.3}, "head_settings is 0.3; give what HeadSettings"),
     ({"head_settings": SCALED, "is_causal": True}, "later keys.*leave it out"),
@@ -84,19 +81,11 @@ OF_ATTENTION: list[tuple[dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("functions", "named", "words"),
-    [
-        *(((sparge.make_plan, attention), *case) for case in SHARED),
-        *(((attention,), *case) for case in OF_ATTENTION),
-    ],
-)
-def test_an_argument_that_is_not_served(make_qkv, functions, named: dict, words: str) -> None:
+@pytest.mark.parametrize(("named", "words"), ARGUMENTS)
+def test_an_argument_that_is_not_served(make_qkv, named: dict, words: str) -> None:
     given = dict(zip("qkv", make_qkv(), strict=True)) | named
-    for function in functions:
-        taken = {x: given[x] for x in given if x != "v" or function != sparge.make_plan}
-        with pytest.raises(ValueError, match=words):
-            function(**taken)
+    with pytest.raises(ValueError, match=words):
+        attention(**given)
 
 
 @pytest.mark.parametrize(
@@ -169,8 +158,6 @@ def test_numpys_numbers_are_numbers(make_qkv) -> None:
     assert torch.equal(attention(q, k, v, policy, **given), expected)
     head_settings = replace(uniform(np.int64(2), np.float32(0.5)), floor=np.int32(3))
     assert (head_settings.heads, head_settings.floor) == (2, 3)
-    plan, sizes = sparge.make_plan(q, k, SPARSE), (np.int64(256), np.int32(256))
-    assert BlockPlan(plan.block_map, plan.counts, *sizes).n_queries == 256  # type: ignore[arg-type] - numbers of NumPy
 
 
 @pytest.mark.parametrize("name", ["exact_prefix", "exact_suffix"])
@@ -178,11 +165,11 @@ def test_text_longer_than_the_sequence_is_all_of_it(make_qkv, name: str) -> None
     q, k, v = make_qkv(1, 2, 300, 64)
     for tokens in (2**32 + 5, 10**30):
         policy = replace(SparsePolicy(topk=0.1, precision=Precision.INT8_FP16), **{name: tokens})
-        assert sparge.make_plan(q, k, policy).density() == 1
         expected = attention(q, k, v, replace(policy, topk=1.0))
         for head_settings in (None, HeadSettings.uniform(2, 0.1)):
-            found = attention(q, k, v, policy, head_settings=head_settings)
-            assert torch.equal(found, expected)
+            stats = AttentionStats("cpu")
+            found = attention(q, k, v, policy, head_settings=head_settings, stats=stats)
+            assert torch.equal(found, expected) and stats.density == 1
 
 
 def test_calls_that_raise_do_not_count(make_qkv, monkeypatch: pytest.MonkeyPatch) -> None:

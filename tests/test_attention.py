@@ -11,8 +11,10 @@ import pytest
 import torch
 
 import sparge
-from sparge import BlockPlan, HeadSettings, Precision, Router, SparsePolicy, TokenGrid
+from benchmarks.kept import kept_blocks
+from sparge import HeadSettings, Precision, Router, SparsePolicy, TokenGrid
 from sparge.call import make_call
+from sparge.stats import Counter
 
 attention: Any = sparge.attention  # a tensor, or a pair with return_lse
 DENSE = SparsePolicy(topk=1.0)
@@ -78,46 +80,34 @@ class TestSixteenBit:
             if mixed is not None:
                 qkv[mixed] = qkv[mixed].bfloat16()
             q, k, v = qkv
-            call = make_call(q, k, v, SIXTEEN_BIT, "HND", False, None, None, None, None)
+            call = make_call(q, k, v, SIXTEEN_BIT, "HND", False, None, None, None)
             expected = "FP16" if mixed is None else "BF16"
             assert call.element.name == call.heads(0, 1).element.name == expected
 
 
-class TestPlan:
-    @pytest.mark.parametrize(("layout", "is_causal"), [("HND", True), ("NHD", False)])
-    def test_reuse_gives_and_counts_the_same(self, make_qkv, layout, is_causal) -> None:
-        q, k, v = make_qkv(2, 4, 300, 64, kv_heads=2, layout=layout)
-        lengths = torch.tensor([300, 200], dtype=torch.int32)
-        named = {"layout": layout, "is_causal": is_causal, "key_lengths": lengths}
-        plan, stats = sparge.make_plan(q, k, SPARSE, **named), sparge.AttentionStats("cpu")
-        expected = attention(q, k, v, SPARSE, stats=stats, **named)
-        assert stats.density == pytest.approx(plan.density())
-        counters = stats.counters.clone()
-        assert torch.equal(attention(q, k, v, SPARSE, plan=plan, **named), expected)
-        again = attention(q, k, v, SPARSE, plan=plan, layout=layout, stats=stats)
-        assert torch.equal(again, expected) and torch.equal(stats.counters, 2 * counters)
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_a_mask_of_the_kept_blocks_gives_and_counts_the_same(make_qkv, is_causal: bool) -> None:
+    q, k, v = make_qkv(2, 4, 300, 64, kv_heads=2)
+    rules = {"key_lengths": torch.tensor([300, 200], dtype=torch.int32)}
+    kept = kept_blocks(q, k, SPARSE, causal="top-left" if is_causal else None, **rules)
+    results = []
+    for block_mask in (None, kept):
+        stats = sparge.AttentionStats("cpu")
+        named = {"is_causal": is_causal, "block_mask": block_mask, "stats": stats, **rules}
+        results.append((attention(q, k, v, SPARSE, **named), stats.counters))
+    assert all(map(torch.equal, *results))
+    assert 0 < results[0][1][Counter.KEPT] < results[0][1][Counter.VALID]
 
-    def test_of_another_call_is_refused(self, make_qkv) -> None:
-        q, k, v = make_qkv(1, 2, 300, 64)
-        plan = sparge.make_plan(q, k, SPARSE)
-        lengths = torch.tensor([5], dtype=torch.int32)
-        for queries, named, words in (
-            (200, {}, r"\(1, 2, 300, 300\)"),
-            (300, {"is_causal": True}, "is_causal"),
-            (300, {"key_lengths": lengths}, "key_lengths"),
-            (300, {"block_mask": torch.ones(1, 2, 3, 5)}, "block_mask"),
-        ):
-            with pytest.raises(ValueError, match=words):
-                attention(q[:, :, :queries], k, v, SPARSE, plan=plan, **named)
 
-    def test_made_by_hand_lies_as_kernels_read_it(self, make_qkv) -> None:
-        q, k, v = make_qkv(2, 2, 300, 64)
-        one = sparge.make_plan(q[:1], k[:1], SPARSE)
-        maps, counts = one.block_map.expand(2, -1, -1, -1), one.counts.expand(2, -1, -1)
-        both = BlockPlan(maps, counts, 300, 300)
-        assert both.block_map.is_contiguous() and both.counts.is_contiguous()
-        alone = attention(q[:1], k[:1], v[:1], SPARSE, plan=one)
-        assert torch.equal(attention(q, k, v, SPARSE, plan=both)[:1], alone)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_blocks_without_a_pair_do_not_count(make_qkv, is_causal: bool) -> None:
+    """A mask of ones keeps what dense attention would visit."""
+    q, k, v = make_qkv(1, 2, 500, 64)
+    rules = {"is_causal": is_causal, "key_lengths": torch.tensor([100], dtype=torch.int32)}
+    stats = sparge.AttentionStats("cpu")
+    out = attention(q, k, v, block_mask=torch.ones(1, 2, 4, 8), stats=stats, **rules)
+    assert torch.equal(out, attention(q, k, v, DENSE, **rules))
+    assert (stats.blocks_kept, stats.density) == (2 * 4 * 2, 1.0)
 
 
 def test_stats_add_up_over_calls(make_qkv) -> None:

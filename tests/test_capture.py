@@ -26,7 +26,6 @@ CASES: dict[str, dict[str, Any]] = {
             select_by="cdf", cdfthreshd=torch.tensor([0.2, 0.5, 1.0]), pvthreshd=3.0
         )
     },
-    "plan": {},
 }
 
 
@@ -39,8 +38,6 @@ def test_the_reference_is_one_graph_too(make_qkv, given: str) -> None:
     options = {"out_layout": "NHD", "return_lse": True, "stats": stats, **CASES[given]}
     if given == "bottom-right":
         q = q[:, :, :200]
-    elif given == "plan":
-        options["plan"] = sparge.make_plan(q * 2, k, SparsePolicy(select_by="cdf"))
 
     def layer(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         attention: Any = sparge.attention
@@ -57,7 +54,7 @@ def test_the_reference_is_one_graph_too(make_qkv, given: str) -> None:
 def test_the_reference_passes_opcheck(make_qkv) -> None:
     q, k, v = make_qkv(1, 2, 150, 32)
     out = torch.empty(1, 150, 2, 32, dtype=q.dtype).transpose(1, 2)
-    of_policy = (None, None, None, None, None, "topk", "int8")
+    of_policy = (None, None, None, "topk", "int8")
     rules = ([0, 7], [False, True, True], [0.5, 0.98, -0.1, 15.0], 0.2, True)
     counters = torch.zeros(len(Counter), dtype=torch.int64)
     results = (out, torch.empty(1, 2, 150), counters)

@@ -63,8 +63,6 @@ def test_is_causal_alone_means_the_square_case(make_qkv) -> None:
     for causal in ("top-left", "bottom-right"):
         for named in ({}, {"is_causal": True}):
             assert torch.equal(attention(q, k, v, SPARSE, causal=causal, **named), expected)
-    plan = sparge.make_plan(q, k, SPARSE, causal="bottom-right")
-    assert torch.equal(attention(q, k, v, SPARSE, plan=plan, causal="bottom-right"), expected)
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(1, 600), (300, 200)])
@@ -73,14 +71,10 @@ def test_is_causal_alone_is_refused_where_it_may_mean_two_things(make_qkv, queri
     words = f"is_causal=True with {queries} queries and {keys} keys may mean two things: say causal"
     for call in (
         lambda: attention(q, k, v, is_causal=True),
-        lambda: sparge.make_plan(q, k, is_causal=True),
         lambda: compat.spas_sage2_attn_meansim_topk_cuda(q, k, v, is_causal=True),
     ):
         with pytest.raises(sparge.Unsupported, match=words):
             call()
-    plan = sparge.make_plan(q, k, SPARSE, causal="top-left")
-    expected = attention(q, k, v, SPARSE, causal="top-left")
-    assert torch.equal(attention(q, k, v, SPARSE, plan=plan), expected)
 
 
 def test_stats_are_of_both_parts_and_the_sink_is_the_first_key_of_all(make_qkv) -> None:
@@ -142,14 +136,11 @@ def test_exact_tokens_are_those_of_the_sequence(make_qkv, prefix: int, suffix: i
 def test_what_bottom_right_does_not_serve(make_qkv) -> None:
     q, k, v = make_qkv(1, 2, 100, 64, kv_tokens=600)
     scaled = replace(HeadSettings.uniform(2, 0.5), output_scale=torch.ones(2))
-    cases: list[tuple[Any, dict[str, Any], str]] = [
-        (attention, {"key_lengths": torch.tensor([500], dtype=torch.int32)}, "last valid one"),
-        (attention, {"order": sparge.cube_order(sparge.TokenGrid(1, 8, 8))}, "token order and is_"),
-        (attention, {"head_settings": scaled}, "have an output_scale"),
-        (attention, {"plan": sparge.make_plan(q, k, SPARSE, causal="top-left")}, "from the top l"),
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"key_lengths": torch.tensor([500], dtype=torch.int32)}, "last valid one"),
+        ({"order": sparge.cube_order(sparge.TokenGrid(1, 8, 8))}, "token order and is_"),
+        ({"head_settings": scaled}, "have an output_scale"),
     ]
-    for function, named, words in cases:
+    for named, words in cases:
         with pytest.raises(sparge.Unsupported, match=words):
-            function(q, k, v, causal="bottom-right", **named)
-    with pytest.raises(sparge.Unsupported, match=r"A plan is of one call.* is made of two"):
-        sparge.make_plan(q, k, causal="bottom-right")
+            attention(q, k, v, causal="bottom-right", **named)

@@ -48,9 +48,7 @@ class Gpu:
 
         def route(workspace: Any, sizes: list[int], element: int, *_: Any):
             self.launch("route", element)
-            shape = CallShape(*sizes)
-            rows = (shape.batch, shape.heads, shape.query_blocks)
-            return torch.empty(*rows, shape.map_words).int(), torch.empty(rows).int()
+            return torch.empty(CallShape(*sizes).map_shape).int()
 
         def attend(q: Any, workspace: Any, block_map: Any, sizes: Any, element: int, *_: Any):
             self.launch("attend", element)
@@ -96,7 +94,6 @@ def test_only_kernels_of_the_call_are_asked_for_and_a_target_in_use_stays(gpu, m
     """A call that began on it could not end on another: operand types and layouts differ."""
     gpu.missing = {(HOPPER_ATTEND_16, "sm_90a")}
     sixteen_bit, (q, k, v) = SparsePolicy(precision=Precision.SIXTEEN_BIT), make_qkv()
-    sparge.make_plan(q, k, sixteen_bit)
     sparge.attention(q, k, v)
     assert device._learn(0).arch == "sm_90a"
     gpu.launched.clear()

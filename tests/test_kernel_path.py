@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Callable
 from ctypes import Structure
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import pairwise
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -41,7 +41,7 @@ HEADS, KV_HEADS = 6, 2
 LOAD = 8
 
 
-@pytest.mark.parametrize("given", ["thresholds", "mask", "plan", "head settings"])
+@pytest.mark.parametrize("given", ["thresholds", "mask", "head settings"])
 @pytest.mark.parametrize("step", [1, 2])
 def test_groups_of_heads_give_what_all_heads_give(
     make_qkv, pretended_gpu: ModuleType, monkeypatch, given: str, step: int
@@ -55,7 +55,6 @@ def test_groups_of_heads_give_what_all_heads_give(
     options: dict[str, Any] = {
         "thresholds": {"policy": SparsePolicy(topk=shares)},
         "mask": {"block_mask": mask},
-        "plan": {"plan": sparge.BlockPlan.from_kept(mask, 300, 300)},
         "head settings": {"head_settings": head_settings},
     }[given]
     groups: list[int] = []
@@ -138,7 +137,7 @@ def run_kernels(
 
     def run(policy: SparsePolicy, causal: bool, mask: Any = None, others: Any = ()) -> Any:
         q = torch.zeros(1, 2, GRID.tokens, 64, dtype=torch.bfloat16)
-        call = make_call(q, q, q, policy, "HND", causal, 0.125, None, mask, None, *others)
+        call = make_call(q, q, q, policy, "HND", causal, 0.125, None, mask, *others)
         pretended_gpu.run_kernels(call, torch.empty_like(q), None, None)
         return queued
 
@@ -153,7 +152,7 @@ def test_what_a_policy_says_reaches_the_kernels(run_kernels) -> None:
     queued = run_kernels(policy, True)
     for entry, told in {
         "means": {"smooth_k": False},
-        "quantize": {"with_queries": True, "with_values": True, "with_similarity": True},
+        "quantize": {"with_queries": True, "with_similarity": True},
         "route": {
             "select": Select.TOPK, "topk_blocks": 5, "floor": 1, "upstream": True,
             "cdfthreshd": 0.875, "simthreshd1": 0.25, "score_scale": 0.125, "causal": True,
@@ -232,7 +231,7 @@ def test_orders_reach_the_kernels_and_upstreams_semantics_are_of_plain_calls_alo
 @pytest.mark.parametrize("element", Element)
 @pytest.mark.parametrize("pools", [False, True])
 def test_intermediates_lie_one_after_another(element: Element, pools: bool) -> None:
-    layout = layout_of(CallShape(2, 4, 2, 300, 700, 96), element, True, True, pools)
+    layout = layout_of(CallShape(2, 4, 2, 300, 700, 96), element, True, pools)
     fields = list(layout.fields.values())
     for field, following in pairwise(fields):
         assert field.offset + field.nbytes <= following.offset and following.offset % 256 == 0
@@ -243,9 +242,9 @@ def test_intermediates_lie_one_after_another(element: Element, pools: bool) -> N
     assert layout.addresses(workspace) == views
 
 
-def grid_of(shape: CallShape, **parts: bool) -> QuantizeGrid:
+def grid_of(shape: CallShape, with_queries: bool = True) -> QuantizeGrid:
     """Grid of a launch of quantize on an H200."""
-    return QuantizeGrid.of(shape, 132, **{"with_values": True, "with_queries": True, **parts})
+    return QuantizeGrid.of(shape, 132, with_queries=with_queries)
 
 
 def test_runs_are_long_where_many_thread_blocks_are_left() -> None:
@@ -266,10 +265,10 @@ def test_runs_are_long_where_many_thread_blocks_are_left() -> None:
     ],
 )
 def test_runs_of_whole_heads_fit_the_grid(shape: CallShape) -> None:
-    for values, queries in product((False, True), repeat=2):
-        found = grid_of(shape, with_values=values, with_queries=queries)
+    for queries in (False, True):
+        found = grid_of(shape, queries)
         group = shape.heads // shape.kv_heads
-        held = found.runs - (1 + values) * found.key_runs  # runs of queries
+        held = found.runs - 2 * found.key_runs  # runs of queries
         assert found.heads == shape.batch * shape.kv_heads and found.runs <= LONGEST_AXIS
         assert 0 <= found.key_runs * found.key_run - shape.key_blocks < found.key_run
         blocks, most = group * shape.query_blocks, group * found.query_run

@@ -68,8 +68,6 @@ class Results:
             yield from attention(q, k, v, each, return_lse=True, is_causal=True)
         yield attention(q, k, v, policy, key_lengths=self.lengths)
         yield from attention(q[:, :, :90], k, v, policy, return_lse=True, causal="bottom-right")
-        plan = sparge.make_plan(q, k, policy)
-        yield from (plan.block_map, plan.counts, plan.kept(), plan.kept_pairs())
         stats = sparge.AttentionStats("cpu")
         head_settings = HeadSettings.uniform(2, 0.3, 0.5, Router.ERROR)
         yield from (head_settings.density, head_settings.table(policy))
@@ -144,13 +142,8 @@ class TestDerivatives:
         q, k, v = make_qkv(1, 2, 130, 64)
         learned = torch.tensor([0.5, 0.5], requires_grad=True)
         policy = replace(SPARSE, **{name: learned})
-
-        def plan(q: Tensor, k: Tensor, _: Tensor, policy: SparsePolicy) -> object:
-            return sparge.make_plan(q, k, policy)
-
-        for call in (attention, plan):
-            with pytest.raises(sparge.Unsupported, match=REVERSE):
-                call(q, k, v, policy)
+        with pytest.raises(sparge.Unsupported, match=REVERSE):
+            attention(q, k, v, policy)
         with torch.no_grad():
             attention(q, k, v, policy)
         with forward_ad.dual_level():

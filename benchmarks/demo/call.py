@@ -13,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import sparge
 from benchmarks.demo.device import timed
+from benchmarks.kept import kept_blocks
 from benchmarks.quality.dit import DenseRun
 from sparge.blocks import KEY_BLOCK, QUERY_BLOCK
 from sparge.common.metrics import cosine, rel_l1, rel_l2
@@ -88,15 +89,14 @@ def _row(policy: sparge.SparsePolicy | None, qkv: Qkv, truth: Tensor) -> Row:
 
 def _picture(qkv: Qkv, truth: Tensor, dense: DenseRun) -> Figure:
     policy = _policy(SHOWN_SHARE)
-    plan = sparge.make_plan(*qkv[:2], policy)
-    sparse = sparge.attention(*qkv, policy, plan=plan)
+    kept, sparse = kept_blocks(*qkv[:2], policy), sparge.attention(*qkv, policy)
     heads = torch.linspace(0, truth.shape[1] - 1, SHOWN_HEADS).long().tolist()
     figure = Figure(figsize=(16, 4 * len(heads)), layout="constrained")
     for axes, head in zip(figure.subplots(len(heads), 4, squeeze=False), heads, strict=True):
         frames = [_middle_frame(x, head, dense) for x in (truth, sparse)]
         error = (frames[0] - frames[1]).abs() * ERROR_GAIN + frames[0].min()
         low, high = float(frames[0].min()), float(frames[0].max())
-        axes[0].imshow(plan.kept()[0, head].cpu().numpy(), aspect="auto", interpolation="nearest")
+        axes[0].imshow(kept[0, head].cpu().numpy(), aspect="auto", interpolation="nearest")
         for panel, shown in zip(axes[1:], (*frames, error), strict=True):
             panel.imshow(shown.numpy(), cmap="gray", vmin=low, vmax=high)
         for panel in axes:

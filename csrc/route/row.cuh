@@ -70,7 +70,7 @@ SPARGE_DEVICE void note_standing(u8* standing, const Rules& rules, i32 key_block
   for (int j = threadIdx.x; j < key_blocks; j += kThreads) standing[j] = rules.standing(j);
 }
 
-// Writes the map words, the count and the pair counters of `row`. `keep(j, valid)` runs on whole warps, ascending. `valid` says
+// Writes the map words and the pair counters of `row`. `keep(j, valid)` runs on whole warps, ascending. `valid` says
 // that key block j exists, and is set to whether the row sees any of its keys(j) keys.
 template <typename Keys, typename Keep>
 SPARGE_DEVICE void write_map(const RouteParams& p, const Row& row, Keys&& keys, Keep&& keep) {
@@ -101,13 +101,10 @@ SPARGE_DEVICE void write_map(const RouteParams& p, const Row& row, Keys&& keys, 
   kept_blocks = warp_sum(kept_blocks);
   kept_pairs = warp_sum(kept_pairs * of_each);
   valid_pairs = warp_sum(valid_pairs * of_each);
-  if (lane == 0) {
-    p.counts[at] = kept_blocks;
-    if (p.counters) {
-      atomicAdd(p.counters + kKeptPairs, static_cast<u64>(kept_pairs));
-      atomicAdd(p.counters + kValidPairs, static_cast<u64>(valid_pairs));
-      atomicAdd(p.counters + kKeptBlocks, static_cast<u64>(kept_blocks));
-    }
+  if (lane == 0 && p.counters) {
+    atomicAdd(p.counters + kKeptPairs, static_cast<u64>(kept_pairs));
+    atomicAdd(p.counters + kValidPairs, static_cast<u64>(valid_pairs));
+    atomicAdd(p.counters + kKeptBlocks, static_cast<u64>(kept_blocks));
   }
 }
 

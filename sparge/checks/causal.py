@@ -11,7 +11,7 @@ from typing import Literal, get_args
 
 from torch import Tensor
 
-from ..blocks import KEY_BLOCK, QUERY_BLOCK, BlockPlan
+from ..blocks import KEY_BLOCK, QUERY_BLOCK
 from ..errors import Unsupported
 from .argument import shown
 
@@ -43,26 +43,17 @@ def ends_with_the_keys(
 
 
 def check_bottom_right(
-    n_queries: int,
-    n_keys: int,
-    key_lengths: Tensor | None,
-    block_mask: Tensor | None,
-    plan: BlockPlan | None,
+    n_queries: int, n_keys: int, key_lengths: Tensor | None, block_mask: Tensor | None
 ) -> None:
     """Raises Unsupported for arguments that have no one meaning there, or no parts that blocks can
     be cut into."""
-    if key_lengths is not None or (plan is not None and plan.key_lengths is not None):
+    if key_lengths is not None:
         raise Unsupported(
             "key_lengths and causal='bottom-right' do not go together: the last query may belong "
             "to the last key or to the last valid one. Cut the keys off, one batch entry a call."
         )
     if n_queries == n_keys:
         return
-    if plan is not None:
-        raise Unsupported(
-            "A plan and causal='bottom-right' do not go together where queries and keys differ in "
-            "number: a plan is causal from the top left. Leave one of them out."
-        )
     skipped, block = (
         (n_queries - n_keys, QUERY_BLOCK) if n_queries > n_keys else (n_keys - n_queries, KEY_BLOCK)
     )

@@ -50,7 +50,6 @@ class MeansParams(Structure):
         ("v_scale", c_void_p),
         ("reach", c_void_p),
         ("smooth_k", c_int32),
-        ("with_values", c_int32),
         ("k_stride", c_int32),
     )
 
@@ -86,7 +85,6 @@ class QuantizeParams(Structure):
         ("pool_columns", c_void_p),
         ("pool_value_scale", c_void_p),
         ("with_queries", c_int32),
-        ("with_values", c_int32),
         ("with_similarity", c_int32),
         ("key_run", c_int32),
         ("key_runs", c_int32),
@@ -113,7 +111,6 @@ class RouteParams(Structure):
         ("v_variance", c_void_p),
         ("v_square", c_void_p),
         ("block_map", c_void_p),
-        ("counts", c_void_p),
         ("counters", c_void_p),
         ("cdfthreshd", c_float),
         ("simthreshd1", c_float),

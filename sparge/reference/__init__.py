@@ -7,7 +7,7 @@ them. Tensors are laid out (B, H, N, D) throughout.
 
 from .attend import Attended, attend
 from .exact import exact_attention
-from .pipeline import attention, make_plan
+from .pipeline import attention
 from .quantize import quantize_qkv
 from .quantized import Quantized, scatter
 from .route import Route, poolable, route
@@ -22,7 +22,6 @@ __all__ = [
     "block_scores",
     "exact_attention",
     "log_scores",
-    "make_plan",
     "poolable",
     "quantize_qkv",
     "route",

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..blocks import BlockPlan
 from ..head_settings import HeadSettings
 from ..kernels.spec import Element
 from ..order.grid import TokenOrder
@@ -21,23 +20,6 @@ from .quantized import Quantized, scatter
 from .route import Route, route
 
 OfHeads = TypeVar("OfHeads", Attended, Route)
-
-
-def make_plan(
-    q: Tensor,
-    k: Tensor,
-    policy: SparsePolicy,
-    *,
-    is_causal: bool = False,
-    scale: float | None = None,
-    key_lengths: Tensor | None = None,
-    block_mask: Tensor | None = None,
-) -> BlockPlan:
-    """The blocks `policy` keeps for q (B, H, Nq, D) and k (B, Hkv, Nk, D)."""
-    x = _quantize(q, k, k, policy, None, key_lengths, None)
-    own = x.head_dim**-0.5 if scale is None else scale
-    routed = route(x, policy, scale=own, is_causal=is_causal, block_mask=block_mask)
-    return BlockPlan.from_kept(routed.kept, q.shape[2], k.shape[2], is_causal, key_lengths)
 
 
 def attention(
@@ -52,14 +34,10 @@ def attention(
     scale: float | None = None,
     key_lengths: Tensor | None = None,
     block_mask: Tensor | None = None,
-    plan: BlockPlan | None = None,
     element: Element | None = None,
 ) -> tuple[Attended, Route]:
     """Sparse attention of q (B, H, Nq, D) over k, v (B, Hkv, Nk, D), rows in the caller's order,
-    and what became of the blocks (in the token order of each head).
-
-    A given `plan` replaces routing; its `is_causal` counts then.
-    """
+    and what became of the blocks (in the token order of each head)."""
     assert order is None or not is_causal
     if order is not None and head_settings is not None and head_settings.order_kind is not None:
         options = {"scale": scale, "key_lengths": key_lengths, "element": element}
@@ -75,9 +53,9 @@ def attention(
     x = _quantize(q, k, v, policy, order, key_lengths, element)
     shared: dict[str, Any] = {
         "scale": x.head_dim**-0.5 if scale is None else scale,
-        "is_causal": is_causal if plan is None else plan.is_causal,
+        "is_causal": is_causal,
     }
-    routed = route(x, policy, head_settings, block_mask=block_mask, plan=plan, **shared)
+    routed = route(x, policy, head_settings, block_mask=block_mask, **shared)
     pool_weight = output_scale = 1.0
     if head_settings is not None:
         pool_weight = head_settings.pool_weight

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..blocks import KEY_BLOCK, QUERY_BLOCK, BlockPlan, block_pairs, touches_diagonal, whole_steps
+from ..blocks import KEY_BLOCK, QUERY_BLOCK, block_pairs, touches_diagonal, whole_steps
 from ..head_settings import HeadSettings, Router
 from ..policy import PerHead, SparsePolicy
 from .quantized import Quantized, by_query_head
@@ -56,10 +56,9 @@ def route(
     scale: float,
     is_causal: bool = False,
     block_mask: Tensor | None = None,
-    plan: BlockPlan | None = None,
 ) -> Route:
     """Chooses blocks by the rules of `policy`, at the density of `head_settings` where they are
-    given; or takes those of `plan`, or those of `block_mask` (B, H, nq, nk) that hold a pair.
+    given; or takes those of `block_mask` (B, H, nq, nk) that hold a pair.
 
     Forced blocks (exact tokens, sink, diagonal, self-similarity) take no part in the ranking and
     come on top of the density. An order says itself which tokens are exact; without one the
@@ -68,11 +67,9 @@ def route(
     Without an order and head settings the semantics are upstream's: ragged blocks rank as whole
     ones do, and top-k makes no `whole_steps`.
     """
-    pairs = _pairs(x, is_causal if plan is None else plan.is_causal)
+    pairs = _pairs(x, is_causal)
     valid = pairs > 0
     nothing = torch.zeros_like(valid)
-    if plan is not None:
-        return Route(plan.kept(), nothing, torch.full_like(pairs, -1), pairs)
     if block_mask is not None:
         return Route(block_mask.bool() & valid, nothing, torch.full_like(pairs, -1), pairs)
     forced, dense = _forced(x, policy, valid, is_causal)

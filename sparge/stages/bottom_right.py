@@ -79,7 +79,7 @@ def _rectangle(call: CheckedCall) -> CheckedCall:
     return replace(
         call,
         k=call.k[:, :, :end],
-        v=None if call.v is None else call.v[:, :, :end],
+        v=call.v[:, :, :end],
         block_mask=None if mask is None else mask[..., : end // KEY_BLOCK],
         is_causal=False,
         bottom_right=False,
@@ -96,7 +96,7 @@ def _triangle(call: CheckedCall) -> CheckedCall:
     return replace(
         call,
         k=call.k[:, :, first:],
-        v=None if call.v is None else call.v[:, :, first:],
+        v=call.v[:, :, first:],
         block_mask=None if mask is None else mask[..., first // KEY_BLOCK :],
         policy=policy,
         bottom_right=False,

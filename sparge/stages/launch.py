@@ -36,19 +36,19 @@ _CHUNK = 16  # bytes of a vector load
 
 def means(
     k: Tensor,
-    v: Tensor | None,
+    v: Tensor,
     key_lengths: Tensor | None,
     smooth_k: bool,
     element: Element,
     ordered: bool = False,
 ) -> Tensor:
     """Launch 1 alone: (3, B, Hkv, head_dim) float32, mean of K, mean and scale of V, of k and v (B,
-    Hkv, N, D). Without V the first of them, (1, ...).
+    Hkv, N, D).
 
     ordered: for calls with a token order (`mean_stride`).
     """
     shape = CallShape.of(k, k)
-    planes = (1 if v is None else 3, shape.batch, shape.kv_heads, shape.head_dim)
+    planes = (3, shape.batch, shape.kv_heads, shape.head_dim)
     found = torch.empty(planes, dtype=torch.float32, device=k.device)
     places = (plane.data_ptr() for plane in found)
     _launch_means(k, v, key_lengths, smooth_k, element, ordered, None, *places)
@@ -58,7 +58,7 @@ def means(
 def quantize(
     q: Tensor,
     k: Tensor,
-    v: Tensor | None,
+    v: Tensor,
     key_lengths: Tensor | None,
     element: Element,
     rules: QuantizeRules,
@@ -70,10 +70,10 @@ def quantize(
     means: those that `means` found, which saves launch 1.
     """
     shape = CallShape.of(q, k, order.slots)
-    layout = layout_of(shape, element, v is not None, rules.with_queries, rules.with_pools)
+    layout = layout_of(shape, element, rules.with_queries, rules.with_pools)
     workspace = torch.empty(layout.nbytes, dtype=torch.uint8, device=q.device)
     problem = _problem(shape, key_lengths, order)
-    address = layout.addresses(workspace).get
+    addresses = layout.addresses(workspace)
     averages = rules.with_queries and rules.with_query_means
 
     if means is not None:
@@ -81,7 +81,7 @@ def quantize(
         if element.quantized:
             layout.view(workspace, "reach").zero_()
     elif element.quantized:
-        places = (address("reach"), address("k_mean"), address("v_mean"), address("v_scale"))
+        places = (addresses[name] for name in ("reach", "k_mean", "v_mean", "v_scale"))
         ordered = order.slots is not None
         _launch_means(k, v, key_lengths, rules.smooth_k, element, ordered, *places)
 
@@ -91,13 +91,10 @@ def quantize(
         k=view_of(k),
         v=view_of(v),
         with_queries=averages,
-        with_values=v is not None,
         with_similarity=rules.with_similarity,
-        **layout.addresses(workspace),
+        **addresses,
     )
-    grid = QuantizeGrid.of(
-        shape, resident_blocks(q.device), with_values=v is not None, with_queries=averages
-    )
+    grid = QuantizeGrid.of(shape, resident_blocks(q.device), with_queries=averages)
     params.key_run, params.query_run = grid.key_run, grid.query_run
     params.key_runs = grid.key_runs
     size = (grid.heads, grid.runs, 1)
@@ -109,7 +106,6 @@ def route(
     workspace: Tensor,
     shape: CallShape,
     element: Element,
-    with_values: bool,
     with_pools: bool,
     rules: RouteRules,
     key_lengths: Tensor | None,
@@ -118,24 +114,22 @@ def route(
     order: OrderFacts,
     counters: Tensor | None,
     queries: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Launch 3: block_map (B, H, nq, words) and counts (B, H, nq), both int32.
+) -> Tensor:
+    """Launch 3: block_map (B, H, nq, words) int32.
 
     queries: means (B, H, nq, head_dim) and similarities (B, H, nq) of query blocks, float32, which
     the workspace lacks then.
     """
     device = workspace.device
     block_map = torch.empty(shape.map_shape, dtype=torch.int32, device=device)
-    counts = torch.empty(shape.map_shape[:3], dtype=torch.int32, device=device)
     with_queries = block_mask is None and queries is None
-    layout = layout_of(shape, element, with_values, with_queries, with_pools)
+    layout = layout_of(shape, element, with_queries, with_pools)
     params = RouteParams(
         problem=_problem(shape, key_lengths, order),
         thresholds=_address(thresholds),
         keys_exact=_address(order.keys_exact),
         queries_exact=_address(order.queries_exact),
         block_map=block_map.data_ptr(),
-        counts=counts.data_ptr(),
         counters=_counters(counters),
         **vars(rules),
         **fields_of(RouteParams, layout, workspace),
@@ -156,7 +150,7 @@ def route(
     groups = block_count(shape.query_blocks, params.rows_per_cta)
     grid = (shape.batch * shape.heads * groups, 1, 1)
     queue(kernel, grid, params, shared)
-    return block_map, counts
+    return block_map
 
 
 def attend(
@@ -178,7 +172,7 @@ def attend(
 
     On Hopper it counts work items in the workspace: two attends on one must not overlap in time.
     """
-    layout = layout_of(shape, element, True, False, rules.with_pools)  # it reads none of queries
+    layout = layout_of(shape, element, False, rules.with_pools)  # it reads none of queries
     partial_out, partial_max, partial_sum = partials or (None, None, None)
     params = AttendParams(
         problem=_problem(shape, key_lengths, order),
@@ -217,15 +211,15 @@ def resident_blocks(device: torch.device) -> int:
 
 def _launch_means(
     k: Tensor,
-    v: Tensor | None,
+    v: Tensor,
     key_lengths: Tensor | None,
     smooth_k: bool,
     element: Element,
     ordered: bool,
     reach: int | None,
-    k_mean: int | None,
-    v_mean: int | None = None,
-    v_scale: int | None = None,
+    k_mean: int,
+    v_mean: int,
+    v_scale: int,
 ) -> None:
     shape = CallShape.of(k, k)
     params = MeansParams(
@@ -237,12 +231,10 @@ def _launch_means(
         v_scale=v_scale,
         reach=reach,
         smooth_k=smooth_k,
-        with_values=v is not None,
         k_stride=mean_stride(shape.keys, ordered),
     )
     kernel = find_kernel("means", k.device, shape.head_dim, element)
-    tensors = 1 if v is None else 2
-    blocks = shape.batch * shape.kv_heads * kernel.sizes.slices * tensors
+    blocks = 2 * shape.batch * shape.kv_heads * kernel.sizes.slices  # of V and of K
     queue(kernel, (blocks, 1, 1), params)
 
 
@@ -310,10 +302,8 @@ def _problem(shape: CallShape, key_lengths: Tensor | None, order: OrderFacts = N
     )
 
 
-def view_of(tensor: Tensor | None) -> TensorView:
+def view_of(tensor: Tensor) -> TensorView:
     """View of (B, H, N, D) with any strides but a contiguous last dimension."""
-    if tensor is None:
-        return TensorView()
     data, size = tensor.data_ptr(), tensor.element_size()
     batch, head, token, _ = tensor.stride()
     any_bit = data | batch * size | head * size | token * size  # of an address or a step

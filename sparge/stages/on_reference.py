@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..blocks import BlockPlan
 from ..call import CheckedCall
 from ..policy import Precision, SparsePolicy
 from ..stats import Counter
@@ -24,22 +23,14 @@ from .thresholds import COLUMNS
 
 _SCHEMA = (
     "reference(Tensor q, Tensor k, Tensor v, Tensor? key_lengths, Tensor? block_mask, "
-    "Tensor? block_map, Tensor? counts, Tensor? thresholds, str select_by, str precision, "
+    "Tensor? thresholds, str select_by, str precision, "
     f"{FLAT_SCHEMA}, float scale, bool causal, "
     "Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? counters) -> ()"
 )
 
 
-def make_plan(call: CheckedCall) -> BlockPlan:
-    with as_written(call.q.device):
-        return reference.make_plan(
-            call.q, call.k, call.policy, block_mask=call.block_mask, **_pairs(call)
-        )
-
-
 def attend(call: CheckedCall) -> tuple[reference.Attended, reference.Route]:
     """Attends, and returns what became of the blocks as well."""
-    assert call.v is not None  # None only where a plan alone is made
     with as_written(call.q.device):
         return reference.attention(
             call.q,
@@ -48,19 +39,11 @@ def attend(call: CheckedCall) -> tuple[reference.Attended, reference.Route]:
             call.policy,
             call.head_settings,
             order=call.order,
+            is_causal=call.is_causal,
+            scale=call.scale,
+            key_lengths=call.key_lengths,
             block_mask=call.block_mask,
-            plan=call.plan,
-            **_pairs(call),
         )
-
-
-def _pairs(call: CheckedCall) -> dict[str, Any]:
-    """Arguments that say which queries see which keys, and by what scale."""
-    return {
-        "is_causal": call.is_causal,
-        "scale": call.scale,
-        "key_lengths": call.key_lengths,
-    }
 
 
 def compute(
@@ -85,15 +68,13 @@ def run(call: CheckedCall, out: Tensor, lse: Tensor | None, counters: Tensor | N
     if call.order is not None or call.head_settings is not None:
         compute(call, out, lse, counters)
         return
-    policy, plan = call.policy, call.plan
+    policy = call.policy
     _reference_op(
         call.q,
         call.k,
         call.v,
         call.key_lengths,
         call.block_mask,
-        None if plan is None else plan.block_map,
-        None if plan is None else plan.counts,
         call.thresholds,
         policy.select_by,
         policy.precision.value,
@@ -136,8 +117,6 @@ def _reference(
     v: Tensor,
     key_lengths: Tensor | None,
     block_mask: Tensor | None,
-    block_map: Tensor | None,
-    counts: Tensor | None,
     thresholds: Tensor | None,
     select_by: str,
     precision: str,
@@ -156,11 +135,8 @@ def _reference(
         values["topk" if select_by == "topk" else "cdfthreshd"] = by_head["selection"]
         values |= {name: by_head[name] for name in ("simthreshd1", "pvthreshd")}
     policy = SparsePolicy(select_by=select_by, precision=Precision(precision), **values)
-    plan = None
-    if block_map is not None and counts is not None:
-        plan = BlockPlan(block_map, counts, q.shape[2], k.shape[2], causal, key_lengths)
     call = CheckedCall(
-        q, k, v, policy, scale, causal, key_lengths, block_mask, plan, None, None, thresholds
+        q, k, v, policy, scale, causal, key_lengths, block_mask, None, None, thresholds
     )
     compute(call, out, lse, counters)
 

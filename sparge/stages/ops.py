@@ -26,14 +26,14 @@ if _library_name != NAMESPACE:
     NAMESPACE += "_" + re.sub(r"\W", "_", _library_name, flags=re.ASCII)
 
 _SCHEMAS = (
-    "means(Tensor k, Tensor? v, Tensor? key_lengths, bool smooth_k, int element, "
+    "means(Tensor k, Tensor v, Tensor? key_lengths, bool smooth_k, int element, "
     "bool ordered=False) -> Tensor",
-    "quantize(Tensor q, Tensor k, Tensor? v, Tensor? key_lengths, int element, "
+    "quantize(Tensor q, Tensor k, Tensor v, Tensor? key_lengths, int element, "
     f"{FLAT_SCHEMA}, Tensor?[] order, Tensor? means=None) -> Tensor",
-    "route(Tensor workspace, SymInt[] shape, int element, bool with_values, bool with_pools, "
+    "route(Tensor workspace, SymInt[] shape, int element, bool with_pools, "
     f"{FLAT_SCHEMA}, Tensor? key_lengths, Tensor? block_mask, Tensor? thresholds, "
     "Tensor?[] order, Tensor(a!)? counters, Tensor? q_block_mean=None, "
-    "Tensor? q_similarity=None) -> (Tensor, Tensor)",
+    "Tensor? q_similarity=None) -> Tensor",
     "attend(Tensor q, Tensor workspace, Tensor block_map, SymInt[] shape, int element, "
     f"{FLAT_SCHEMA}, Tensor? key_lengths, Tensor? thresholds, Tensor?[] order, "
     "Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? partial_out, Tensor(d!)? partial_max, "
@@ -45,7 +45,7 @@ _SCHEMAS = (
 
 def _means(
     k: Tensor,
-    v: Tensor | None,
+    v: Tensor,
     key_lengths: Tensor | None,
     smooth_k: bool,
     element: int,
@@ -54,16 +54,16 @@ def _means(
     return launch.means(k, v, key_lengths, smooth_k, Element(element), ordered)
 
 
-def _means_fake(k: Tensor, v: Tensor | None, *_: object) -> Tensor:
+def _means_fake(k: Tensor, *_: object) -> Tensor:
     shape = CallShape.of(k, k)
-    planes = (1 if v is None else 3, shape.batch, shape.kv_heads, shape.head_dim)
+    planes = (3, shape.batch, shape.kv_heads, shape.head_dim)
     return k.new_empty(planes, dtype=torch.float32)
 
 
 def _quantize(
     q: Tensor,
     k: Tensor,
-    v: Tensor | None,
+    v: Tensor,
     key_lengths: Tensor | None,
     element: int,
     numbers: list[int],
@@ -79,7 +79,7 @@ def _quantize(
 def _quantize_fake(
     q: Tensor,
     k: Tensor,
-    v: Tensor | None,
+    v: Tensor,
     key_lengths: Tensor | None,
     element: int,
     numbers: list[int],
@@ -89,8 +89,8 @@ def _quantize_fake(
     means: Tensor | None = None,
 ) -> Tensor:
     rules = QuantizeRules.of_flat(numbers, flags, scalars)
-    shape, has = CallShape.of(q, k, OrderFacts(*order).slots), v is not None
-    layout = layout_of(shape, Element(element), has, rules.with_queries, rules.with_pools)
+    shape = CallShape.of(q, k, OrderFacts(*order).slots)
+    layout = layout_of(shape, Element(element), rules.with_queries, rules.with_pools)
     return q.new_empty(layout.nbytes, dtype=torch.uint8)
 
 
@@ -98,7 +98,6 @@ def _route(
     workspace: Tensor,
     shape: list[int],
     element: int,
-    with_values: bool,
     with_pools: bool,
     numbers: list[int],
     flags: list[bool],
@@ -110,7 +109,7 @@ def _route(
     counters: Tensor | None,
     q_block_mean: Tensor | None = None,
     q_similarity: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     queries = None
     if q_block_mean is not None and q_similarity is not None:
         queries = (q_block_mean, q_similarity)
@@ -118,7 +117,6 @@ def _route(
         workspace,
         CallShape(*shape),
         Element(element),
-        with_values,
         with_pools,
         RouteRules.of_flat(numbers, flags, scalars),
         key_lengths,
@@ -130,12 +128,8 @@ def _route(
     )
 
 
-def _route_fake(workspace: Tensor, shape: list[int], *_: object) -> tuple[Tensor, Tensor]:
-    call = CallShape(*shape)
-    return (
-        workspace.new_empty(call.map_shape, dtype=torch.int32),
-        workspace.new_empty(call.map_shape[:3], dtype=torch.int32),
-    )
+def _route_fake(workspace: Tensor, shape: list[int], *_: object) -> Tensor:
+    return workspace.new_empty(CallShape(*shape).map_shape, dtype=torch.int32)
 
 
 def _attend(

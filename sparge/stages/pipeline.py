@@ -15,7 +15,6 @@ from ..errors import Unsupported
 from ..kernels import KernelSpec, capabilities, warm
 from ..kernels.spec import attend_path
 from ..policy import PV_FILTER_OFF
-from ..stats import Counter
 from . import on_reference, ops
 from .rules import NO_ORDER, AttendRules, OrderFacts, QuantizeRules, RouteRules, Select
 from .workspace import layout_of
@@ -53,19 +52,16 @@ def build_kernels(call: CheckedCall, arch: str) -> None:
     cannot end on the next. A set is looked into where kernels were built before. Raises
     KernelBuildError as `warm` does.
     """
-    q, policy, plans = call.q, call.policy, call.v is None
-    kind = (arch, q.device, q.dtype, int(q.shape[3]), call.element, policy.pv_filter, plans)
+    q = call.q
+    kind = (arch, q.device, q.dtype, int(q.shape[3]), call.element, call.policy.pv_filter)
     if kind not in _built:
         warm(q.device, lambda arch: _specs_of(call, arch))
         _built.add(kind)
 
 
 def _specs_of(call: CheckedCall, arch: str) -> Iterable[KernelSpec]:
-    """Specs of a call like this, with or without a plan of its own."""
-    entries = ["means", "quantize", "route"]
-    if call.v is not None:
-        entries.append(attend_path(arch, call.element).entry)
-    for entry in entries:
+    """Specs of a call like this, with or without a mask of its own."""
+    for entry in ("means", "quantize", "route", attend_path(arch, call.element).entry):
         yield KernelSpec(entry, arch, call.shape.head_dim, call.element, call.policy.pv_filter)
 
 
@@ -112,14 +108,14 @@ def fits(call: CheckedCall) -> bool:
 
 def _memory_needed(call: CheckedCall) -> int:
     shape = call.shape
-    layout = layout_of(shape, call.element, call.v is not None, call.routes, call.pools)
+    layout = layout_of(shape, call.element, call.routes, call.pools)
     rows = shape.batch * shape.heads * shape.query_blocks
-    return layout.nbytes + rows * 4 * (shape.map_words + 1)
+    return layout.nbytes + rows * 4 * shape.map_words
 
 
 def _memory_limit(call: CheckedCall) -> int:
-    tensors = (call.q, call.k) if call.v is None else (call.q, call.k, call.v)
-    return max(MEMORY_FLOOR, int(MEMORY_SHARE * sum(x.numel() * x.element_size() for x in tensors)))
+    given = sum(x.numel() * x.element_size() for x in (call.q, call.k, call.v))
+    return max(MEMORY_FLOOR, int(MEMORY_SHARE * given))
 
 
 def run_kernels(
@@ -132,14 +128,8 @@ def run_kernels(
     workspace = quantize(call)
     if call.is_whole and counters is None:
         block_map = full_map(call)
-    elif call.plan is None:
-        block_map, _ = route(call, workspace, counters)
     else:
-        block_map = call.plan.block_map
-        if counters is not None:
-            counters[Counter.KEPT] += call.plan.kept_pairs().sum()
-            counters[Counter.VALID] += call.plan.valid_pairs().sum()
-            counters[Counter.KEPT_BLOCKS] += call.plan.visited_blocks().sum()
+        block_map = route(call, workspace, counters)
     attend(call, workspace, block_map, out, lse, counters)
 
 
@@ -203,7 +193,7 @@ def _slots(call: CheckedCall) -> OrderFacts:
     return OrderFacts(order.slot_tokens, order.block_counts, order_kind)
 
 
-def route(call: CheckedCall, workspace: Tensor, counters: Tensor | None) -> tuple[Tensor, Tensor]:
+def route(call: CheckedCall, workspace: Tensor, counters: Tensor | None) -> Tensor:
     policy, shape, order = call.policy, call.shape, call.order
     select = Select.TOPK if policy.select_by == "topk" else Select.CDF
     rules = RouteRules(
@@ -231,7 +221,6 @@ def route(call: CheckedCall, workspace: Tensor, counters: Tensor | None) -> tupl
         workspace,
         shape.sizes(),
         int(call.element),
-        call.v is not None,
         call.pools,
         *rules.flat(),
         call.key_lengths,

@@ -33,17 +33,15 @@ class QuantizeGrid:
     """Runs of key blocks of a head."""
 
     @classmethod
-    def of(
-        cls, shape: CallShape, multiprocessors: int, *, with_values: bool, with_queries: bool
-    ) -> QuantizeGrid:
+    def of(cls, shape: CallShape, multiprocessors: int, *, with_queries: bool) -> QuantizeGrid:
         blocks = 2 * shape.kv_heads * shape.key_blocks + shape.heads * shape.query_blocks
         share = shape.batch * blocks / (LEAST_THREAD_BLOCKS * multiprocessors)
         run = next(run for run in (LONGEST_RUN, LONGEST_RUN // 2, 1) if run <= max(1, share))
-        grid = cls.of_runs(shape, run, with_values, with_queries)
+        grid = cls.of_runs(shape, run, with_queries)
         longest = max(shape.key_blocks, 2 * shape.query_blocks)
         while grid.runs > LONGEST_AXIS and run < longest:  # millions of tokens, or of queries
             run *= 2
-            grid = cls.of_runs(shape, run, with_values, with_queries)
+            grid = cls.of_runs(shape, run, with_queries)
         if grid.runs > LONGEST_AXIS:
             raise Unsupported(
                 f"{shape.heads} query heads share {shape.kv_heads} key heads; up to "
@@ -52,11 +50,9 @@ class QuantizeGrid:
         return grid
 
     @classmethod
-    def of_runs(
-        cls, shape: CallShape, key_run: int, with_values: bool, with_queries: bool
-    ) -> QuantizeGrid:
+    def of_runs(cls, shape: CallShape, key_run: int, with_queries: bool) -> QuantizeGrid:
         query_run, key_runs = max(1, key_run // 2), block_count(shape.key_blocks, key_run)
-        runs = 2 * key_runs if with_values else key_runs
+        runs = 2 * key_runs
         if with_queries:
             group = shape.heads // shape.kv_heads
             runs += group * block_count(shape.query_blocks, query_run)

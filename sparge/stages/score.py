@@ -41,7 +41,7 @@ def score(
         )
     blocks = kept.shape[3]
     field_stride, batch_stride, head_stride, _ = found.stride()
-    layout = layout_of(shape, element, True, False, True)
+    layout = layout_of(shape, element, False, True)
     rows_a_block = rows // blocks
     device = exact_out.device
     kernel = find_kernel("score", device, shape.head_dim)

@@ -92,15 +92,14 @@ class Field:
 class WorkspaceLayout:
     """Fields of the workspace by name; shapes as in ``csrc/params.cuh``.
 
-    A plan needs no values, a call with a given plan no query statistics, one without head settings
-    no variances and pseudo-keys: those fields are absent.
+    A call with a block mask needs no query statistics, one without head settings no variances and
+    pseudo-keys: those fields are absent.
     """
 
     def __init__(
         self,
         shape: CallShape,
         element: Element,
-        with_values: bool,
         with_queries: bool,
         with_pools: bool = False,
     ) -> None:
@@ -114,12 +113,9 @@ class WorkspaceLayout:
         self._end = 0
         self.fields: dict[str, Field] = {}
         self._add("next_item", (1,), torch.int32)
-        means = ("k_mean", "v_mean", "v_scale") if with_values else ("k_mean",)
-        for name in means:
+        for name in ("k_mean", "v_mean", "v_scale"):
             self._add(name, (*kv, shape.head_dim))
-        self._means = Field(
-            self.fields["k_mean"].offset, (len(means), *kv, shape.head_dim), torch.float32
-        )
+        self._means = Field(self.fields["k_mean"].offset, (3, *kv, shape.head_dim), torch.float32)
         if element.quantized:
             self._add("reach", kv)
         else:
@@ -129,10 +125,9 @@ class WorkspaceLayout:
         self._add("key_counts", blocks, torch.int32)
         self._add("k_block_mean", (*blocks, shape.head_dim))
         self._add("k_tiles", (*blocks, tile * key_bytes), torch.uint8)
-        if with_values:
-            self._add("v_tiles", (*blocks, tile * value_bytes), torch.uint8)
-            if element is Element.INT8_INT8:
-                self._add("v_block_scale", blocks)
+        self._add("v_tiles", (*blocks, tile * value_bytes), torch.uint8)
+        if element is Element.INT8_INT8:
+            self._add("v_block_scale", blocks)
         if with_pools:
             tiles = (*kv, shape.pool_tiles)
             self._add("k_variance", (*blocks, shape.head_dim), torch.bfloat16)
@@ -167,21 +162,16 @@ class WorkspaceLayout:
         return self.fields[name].of(workspace)
 
     def means(self, workspace: Tensor) -> Tensor:
-        """(3, B, Hkv, head_dim): k_mean, v_mean and v_scale, which lie side by side; without values
-        (1, ...)."""
+        """(3, B, Hkv, head_dim): k_mean, v_mean and v_scale, which lie side by side."""
         return self._means.of(workspace)
 
 
 def layout_of(
-    shape: CallShape,
-    element: Element,
-    with_values: bool,
-    with_queries: bool,
-    with_pools: bool,
+    shape: CallShape, element: Element, with_queries: bool, with_pools: bool
 ) -> WorkspaceLayout:
     """Layout of the workspace of a call. Kept, for a call asks for it four times
     (docs/experiments.md, Layouts kept in a cache)."""
-    facts = shape, element, with_values, with_queries, with_pools
+    facts = shape, element, with_queries, with_pools
     if torch.compiler.is_compiling():  # which warns of caches
         return WorkspaceLayout(*facts)
     try:

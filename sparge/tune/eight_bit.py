@@ -73,7 +73,7 @@ def _kind(call: Call, stream: int) -> Hashable:
 
 def _record(call: Call) -> tuple[Tensor, _Recorded | None]:
     """Result of a call, and its recording; None where it takes more than a run of the stages."""
-    checked = make_call(*call.qkv, EIGHT_BIT_DENSE, "HND", False, call.scale, None, None, None)
+    checked = make_call(*call.qkv, EIGHT_BIT_DENSE, "HND", False, call.scale, None, None)
     if not pipeline.has_kernels(checked) or not pipeline.fits(checked):
         return call.eight_bit(), None
     out = call.empty_result()

@@ -111,7 +111,7 @@ def _head_groups(call: MeasuredCall) -> Iterator[slice]:
 def _room(call: MeasuredCall) -> int:
     """Bytes that a measurement may take."""
     shape = CallShape.of(call.q, call.k, call.workload.order.slots)
-    workspace = layout_of(shape, _element(call), True, True, True).nbytes
+    workspace = layout_of(shape, _element(call), True, True).nbytes
     return max(_LEAST_BYTES, int(_OF_A_CALL * workspace))
 
 
@@ -153,7 +153,7 @@ def _routed_shape(call: MeasuredCall) -> CallShape:
 
 
 def _layout(call: MeasuredCall) -> WorkspaceLayout:
-    return layout_of(_routed_shape(call), _element(call), True, False, True)
+    return layout_of(_routed_shape(call), _element(call), False, True)
 
 
 def _element(call: MeasuredCall) -> Element:
@@ -231,11 +231,10 @@ class _Group:
         )
         # The measured blocks are no slots of the order.
         order = OrderFacts(keys_exact=call.workload.order.keys_exact)
-        kept, _ = ops.route(
+        kept = ops.route(
             workspace,
             shape.sizes(),
             int(layout.element),
-            True,
             True,
             *rules.flat(),
             None,

@@ -45,19 +45,9 @@ def run(case: Case) -> Outcome:
     outcome, setting = Outcome(), Setting.of(case)
     given, stats = dict(case.options), AttentionStats(case.q.device)
     mask = given.get("block_mask")
-    if case.way == "ordered":
-        with routed() as maps:
-            out, lse = _call(case, **given, stats=stats)
-        kept = torch.cat(maps, 1)[..., : setting.key_blocks]
-    else:
-        planned = {x: given[x] for x in given.keys() - {"output_dtype", "out_layout", "return_lse"}}
-        plan = sparge.make_plan(case.q, case.k, case.policy, layout=case.layout, **planned)
-        kept = plan.kept()
-        outcome.expect(torch.equal(plan.counts, kept.sum(-1).int()), "counts of the plan")
-        if case.way == "plan":
-            given = {x: given[x] for x in given.keys() - {"is_causal", "key_lengths"}}
-            given["plan"] = plan
+    with routed() as maps:
         out, lse = _call(case, **given, stats=stats)
+    kept = torch.cat(maps, 1)[..., : setting.key_blocks]
     Routing(setting).judge(kept, outcome.faults, None if mask is None else mask != 0)
     exact = answer(setting, kept, slack(setting))
     _judge(case, setting, exact, out, lse, outcome)
@@ -111,15 +101,15 @@ def _call(case: Case, **given: Any) -> tuple[Tensor, Tensor | None]:
 
 @contextmanager
 def routed() -> Iterator[list[Tensor]]:
-    """The maps (B, H, nq, nk) bool of the calls inside, or of the groups of heads they are cut in.
-    An order or a budget is not for `make_plan`, so they are caught where they are made."""
+    """The maps (B, H, nq, nk) bool of the calls inside, or of the groups of heads they are cut in,
+    caught where they are made."""
     maps: list[Tensor] = []
     route, attention = ops.route, reference.attention
 
-    def on_gpu(*args: Any, **named: Any) -> tuple[Tensor, Tensor]:
-        block_map, counts = route(*args, **named)
+    def on_gpu(*args: Any, **named: Any) -> Tensor:
+        block_map = route(*args, **named)
         maps.append(unpack(block_map, block_map.shape[-1] * 32))
-        return block_map, counts
+        return block_map
 
     def on_cpu(*args: Any, **named: Any) -> Any:
         attended, routed = attention(*args, **named)

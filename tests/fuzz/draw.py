@@ -15,7 +15,7 @@ from sparge import HeadSettings, Precision, SparsePolicy, TokenGrid, TokenOrder
 from sparge.order.grid import cube_order, grid_order, raster_order, unmeasured_order
 from tests.fuzz.data import KINDS, MEMORY, Sizes, draw_values, lay_out, poison_beyond
 
-WAYS = (*("attention",) * 3, "plan", "mask", *("ordered",) * 2)
+WAYS = (*("attention",) * 4, "mask", *("ordered",) * 2)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 EDGES = (1, 2, *(37, 63, 64, 65), *(127, 128, 129), *(192, 193), *(257, 320, 321, 577))
 HEAD_DIMS = (1, 2, 3, 5, 8, 8, 16, 16, 24, 32, 32, 35, 40, 64, 64, 80, 96, 128)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import sparge
-from sparge import AttentionStats, BlockPlan, HeadSettings, Precision, SparsePolicy, key_padding
+from sparge import AttentionStats, HeadSettings, Precision, SparsePolicy, key_padding
 from sparge.common.metrics import rel_l2
 from tests.gpu.conftest import Kernels, every_kernel, no_waits
 from tests.test_causal import assert_same_rows, dense, visible
@@ -114,31 +114,23 @@ def test_both_parts_of_a_causal_call_wait_for_nothing_and_may_be_exact(make_qkv)
     "lengths", [None, (1100, 700), (100, 100)], ids=["full", "ragged", "short"]
 )
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_all_blocks_are_kept_alike_by_a_share_a_mask_and_a_plan(
+def test_all_blocks_are_kept_alike_by_a_share_and_a_mask(
     is_causal: bool, lengths, make_qkv
 ) -> None:
-    """Blocks without a pair that a plan keeps do not count."""
+    """Blocks without a pair that a mask keeps do not count."""
     q, k, v = make_qkv(2, 4, 1100, 128, kv_heads=2, device="cuda")  # 9 by 18 blocks, ragged
     if lengths is not None:
         lengths = torch.tensor(lengths, dtype=torch.int32, device="cuda")
     ones = torch.ones(2, 4, 9, 18, dtype=torch.bool, device="cuda")
-    rules = (1100, 1100, is_causal, lengths)
-    plan = BlockPlan.from_kept(ones, *rules)
 
-    def run(**given: Any) -> tuple[Tensor, ...]:
+    def run(block_mask: Tensor | None) -> tuple[Tensor, ...]:
         stats = AttentionStats("cuda")
-        named = {"is_causal": is_causal, "key_lengths": lengths, "stats": stats, **given}
-        result = attention(q, k, v, DENSE, return_lse=True, **named)
+        named = {"is_causal": is_causal, "key_lengths": lengths, "block_mask": block_mask}
+        result = attention(q, k, v, DENSE, return_lse=True, stats=stats, **named)
         assert stats.density == 1
         return (*result, stats.counters)
 
-    wanted = run()
-    ways: list[dict[str, Any]] = [{"block_mask": ones}, {"plan": plan}]
-    if lengths is not None and lengths.max() < 128:  # all rows see all keys that count
-        stray = torch.full_like(plan.block_map, -1)
-        ways.append({"plan": BlockPlan(stray, plan.counts, *rules)})
-    for given in ways:
-        assert all(map(torch.equal, run(**given), wanted)), given.keys()
+    assert all(map(torch.equal, run(ones), run(None)))
 
 
 def waits_of(mask: Tensor) -> int:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import sparge
+from benchmarks.kept import kept_blocks
 from sparge import (
     AttentionStats,
     HeadSettings,
@@ -96,14 +97,6 @@ def integer() -> bool:
 def own_attend(on_hopper: str = "attend_hopper") -> str:
     """The attend entry of this GPU's 8-bit precision, written down apart from the library."""
     return on_hopper if capabilities("cuda").arch == "sm_90a" else "attend"
-
-
-def test_a_plan_saves_its_launch(qkv: Operands, launched: list[KernelSpec]) -> None:
-    plan = sparge.make_plan(*qkv[:2], HALF)
-    assert [spec.entry for spec in launched] == ["means", "quantize", "route"]
-    launched.clear()
-    attention(*qkv, HALF, plan=plan)
-    assert [spec.entry for spec in launched] == ["means", "quantize", own_attend()]
 
 
 def test_the_path_that_was_asked_for_runs(make_qkv, launched: list[KernelSpec]) -> None:
@@ -299,9 +292,9 @@ def test_ops_pass_opcheck(native: bool, make_qkv) -> None:
     check(ops.quantize, q, k, v, None, element, *rules)
     workspace = ops.quantize(q, k, v, None, element, *rules)
     top_two = RouteRules(int(Select.TOPK), 2, 1.0, -0.1, 0.09, False, False, True, 0, 0).flat()
-    route = (workspace, shape, element, True, False, *top_two, None, None, None, order)
+    route = (workspace, shape, element, False, *top_two, None, None, None, order)
     check(ops.route, *route, torch.zeros(len(Counter), dtype=torch.int64, device="cuda"))
-    block_map, _ = ops.route(*route, None)
+    block_map = ops.route(*route, None)
     rules = AttendRules(False, 0.09, 50.0, pv_filter=False, causal=False).flat()
     attend = (q, workspace, block_map, shape, element, *rules, None, None, order)
     check(ops.attend, *attend, torch.empty_like(q), *[None] * 5)
@@ -333,10 +326,9 @@ def test_long_sequences(tokens: int, make_qkv) -> None:
     """
     q, k, v = make_qkv(1, 1, tokens, 64, device="cuda")
     policy = SparsePolicy(topk=0.05)
-    plan = sparge.make_plan(q, k, policy)
-    out = attention(q, k, v, policy, plan=plan)
+    kept = kept_blocks(q, k, policy)
+    out = attention(q, k, v, policy)
     assert torch.isfinite(out).all()
-    kept = plan.kept()
     assert (kept.sum(-1) == max(1, int(0.05 * kept.shape[-1]))).all()
     for block in (0, kept.shape[2] // 2, kept.shape[2] - 1):
         rows = slice(block * QUERY_BLOCK, min((block + 1) * QUERY_BLOCK, tokens))

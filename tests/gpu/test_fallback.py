@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import sparge
+from benchmarks.kept import kept_blocks
 from sparge import KernelBuildError, Precision, SparsePolicy, reference
 from sparge.kernels import Element, KernelSpec, capabilities, loader
 from sparge.kernels.cubin import Cubin
@@ -57,7 +58,7 @@ def test_the_plain_target_serves(
     assert "no wgmma today" in warning.getMessage()
     assert "sm_90a did not compile" in capabilities("cuda").note
 
-    kept = sparge.make_plan(q, k, policy).kept()
+    kept = kept_blocks(q, k, policy)
     means = means_of(kernel_stages(q, k, v, element), element, head_dim)
     quantized = reference.quantize_qkv(q, k, v, element=element, **means)
     emulated = reference.attend(quantized, kept, scale=head_dim**-0.5)

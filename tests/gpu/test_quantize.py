@@ -101,7 +101,7 @@ def test_quantize(case: Case, element: Element, generator, poison) -> None:
 
 
 def whole_layout(q: Tensor, k: Tensor, element: Element) -> WorkspaceLayout:
-    return WorkspaceLayout(CallShape.of(q, k), element, with_values=True, with_queries=True)
+    return WorkspaceLayout(CallShape.of(q, k), element, with_queries=True)
 
 
 def assert_same_fields(

@@ -75,7 +75,7 @@ def inputs(
     exact_out = (random(*exact, channels) + 3) * exact_sum.unsqueeze(-1)
 
     shape = CallShape(BATCH, HEADS, KV_HEADS, BLOCKS * 128, key_blocks * 64 - 5, channels)
-    layout = layout_of(shape, Element.INT8_FP16, True, False, True)
+    layout = layout_of(shape, Element.INT8_FP16, False, True)
     workspace = torch.full((layout.nbytes,), 255, dtype=torch.uint8)  # NaN
     counts = torch.randint(1, 65, (BATCH, 1, key_blocks), generator=generator, dtype=torch.int32)
     counts[1, :, -2:] = 0

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.inputs import draw
+from benchmarks.kept import kept_blocks
 from benchmarks.shapes import Shape
 from sparge import SparsePolicy, TokenGrid, reference
-from sparge.attention import attention, make_plan
+from sparge.attention import attention
 from sparge.blocks import KEY_BLOCK
 from sparge.common.metrics import rel_l2
 from sparge.kernels import Element
@@ -55,7 +56,7 @@ CASES_AND_POLICIES = [
 
 
 def kernel_stages(q: Tensor, k: Tensor, v: Tensor, element: Element, lengths: Tensor | None = None):
-    layout = WorkspaceLayout(CallShape.of(q, k), element, with_values=True, with_queries=True)
+    layout = WorkspaceLayout(CallShape.of(q, k), element, with_queries=True)
     workspace = quantize(q, k, v, lengths, element, QuantizeRules())
     return {name: layout.view(workspace, name) for name in layout.fields}
 
@@ -77,37 +78,37 @@ def test_attention(case: Case, policy, kernels: Kernels, generator, poison, forc
     policy = with_element(policy, element)
     q, k, v = make_qkv(case, generator)
     lengths = lengths_of(case)
-    options = {"causal": "top-left" if case.causal else None, "key_lengths": lengths}
-    plan = make_plan(q, k, policy, **options)
-    check_routing(plan, q, k, v, policy, element, case, lengths)
+    options: dict[str, Any] = {
+        "causal": "top-left" if case.causal else None, "key_lengths": lengths,
+    }  # fmt: skip
+    kept = kept_blocks(q, k, policy, **options)
+    check_routing(kept, q, k, v, policy, element, case, lengths)
 
-    out, lse = attention(q, k, v, policy, plan=plan, output_dtype=torch.float32, return_lse=True)
-    routed = attention(q, k, v, policy, output_dtype=torch.float32, **options)
-    assert torch.equal(out, routed), "a plan made beforehand changes nothing"
+    options["output_dtype"] = torch.float32
+    out, lse = attention(q, k, v, policy, return_lse=True, **options)
+    masked = attention(q, k, v, policy, block_mask=kept, **options)
+    assert torch.equal(out, masked), "a mask of the kept blocks changes nothing"
 
     means = means_of(kernel_stages(q, k, v, element, lengths), element, case.head_dim)
     quantized = reference.quantize_qkv(q, k, v, element=element, key_lengths=lengths, **means)
-    rules = {"is_causal": plan.is_causal, "pvthreshd": policy.pvthreshd}
-    emulated = reference.attend(
-        quantized, plan.kept(), scale=scale, softmax=kernels.softmax, **rules
-    )
+    rules = {"is_causal": case.causal, "pvthreshd": policy.pvthreshd}
+    emulated = reference.attend(quantized, kept, scale=scale, softmax=kernels.softmax, **rules)
     read = (x.bfloat16() if x.dtype == torch.float32 else x for x in (q, k, v))
     exact, _ = reference.exact_attention(
-        *read, kept=plan.kept(), is_causal=case.causal, key_lengths=lengths
+        *read, kept=kept, is_causal=case.causal, key_lengths=lengths
     )
     assert_emulated(kernels, out, lse, emulated.out, emulated.lse, exact)
 
 
-def check_routing(plan, q, k, v, policy, element, case, lengths) -> None:
+def check_routing(kept, q, k, v, policy, element, case, lengths) -> None:
     """The kernel's choice equals the reference's, but where two scores tie to rounding."""
     quantized = reference.quantize_qkv(q, k, v, element=element, key_lengths=lengths)
     scale = case.head_dim**-0.5
     truth = reference.route(quantized, policy, scale=scale, is_causal=case.causal)
-    differs = plan.kept() != truth.kept
-    assert torch.equal(plan.counts, plan.kept().sum(-1, dtype=torch.int32))
+    differs = kept != truth.kept
     if case.data in ("equal rows", "zeros"):
         # Every score is the same up to rounding: the counts must agree, the choice is arbitrary.
-        assert (plan.counts - truth.kept.sum(-1)).abs().max() <= 1
+        assert (kept.sum(-1) - truth.kept.sum(-1)).abs().max() <= 1
     elif policy.select_by == "cdf":
         # The mass of one block may lie on either side of the target.
         assert differs.sum(-1).max() <= 1
@@ -132,12 +133,13 @@ def test_hopper_errs_hardly_more_than_mma_sync(
     else:
         q, k, v = make_qkv(1, 4, 2048, head_dim, device="cuda")
     policy = with_element(SparsePolicy(topk=0.2), kernels.element)
-    plan = make_plan(q, k, policy)
-    exact, _ = reference.exact_attention(q, k, v, plan.kept())
+    kept = kept_blocks(q, k, policy)
+    exact, _ = reference.exact_attention(q, k, v, kept)
 
     def error(kernels: Kernels) -> float:
         force(kernels)
-        return rel_l2(attention(q, k, v, policy, plan=plan, output_dtype=torch.float32), exact)
+        out = attention(q, k, v, policy, block_mask=kept, output_dtype=torch.float32)
+        return rel_l2(out, exact)
 
     assert error(kernels) <= most * error(Kernels(kernels.element))
 
@@ -180,10 +182,10 @@ def test_codes_of_p_on_hopper(head_dim: int, force) -> None:
     found, _ = partials(q, k, v, policy, scale=1 / head_dim)
 
     quantized = reference.quantize_qkv(q, k, v, element=HOPPER_8BIT.element, smooth_k=False)
-    plan = make_plan(q, k, policy)
+    kept = kept_blocks(q, k, policy)
 
     def off(softmax: OnlineSoftmax) -> Tensor:
-        emulated = reference.attend(quantized, plan.kept(), scale=1 / head_dim, softmax=softmax)
+        emulated = reference.attend(quantized, kept, scale=1 / head_dim, softmax=softmax)
         codes = (emulated.unnormalised * E4M3_MAX)[..., :KEY_BLOCK]
         return (found[..., :KEY_BLOCK] * E4M3_MAX - codes).abs() > 1e-3 * codes + 1e-4
 
@@ -208,7 +210,7 @@ def test_levels_of_integer_p(head_dim: int, force) -> None:
     torch.testing.assert_close(row_sum * UINT8_MAX, levels.sum(-1), rtol=1e-6, atol=1e-2)
 
     quantized = reference.quantize_qkv(q, k, v, element=kernels.element, smooth_k=False)
-    emulated = reference.attend(quantized, make_plan(q, k, policy).kept(), scale=1 / head_dim)
+    emulated = reference.attend(quantized, kept_blocks(q, k, policy), scale=1 / head_dim)
     expected = (emulated.unnormalised[..., :KEY_BLOCK] * UINT8_MAX).round()
     assert expected.unique().numel() > 200
     # An exponential may be off by two units of its last place, and so round to the other level.

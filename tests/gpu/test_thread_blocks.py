@@ -68,16 +68,17 @@ def assert_alike(monkeypatch: pytest.MonkeyPatch, quantized: Callable[[], Tensor
     assert all(torch.equal(workspace, found[0]) for workspace in found)
 
 
-@pytest.mark.parametrize("parts", ["all", "no values", "no queries"])
+@pytest.mark.parametrize("with_queries", [True, False], ids=["all", "no queries"])
 @every_element
 @pytest.mark.parametrize("case", CASES[::3], ids=lambda case: case.id)
-def test_runs_without_budgets(case: Case, element, parts: str, generator, monkeypatch) -> None:
+def test_runs_without_budgets(
+    case: Case, element, with_queries: bool, generator, monkeypatch
+) -> None:
     element = Kernels(element).of_dtype(case.dtype).element
     q, k, v = make_qkv(case, generator)
-    values = None if parts == "no values" else v
     lengths = lengths_of(case)
-    rules = QuantizeRules(with_queries=parts != "no queries")
-    assert_alike(monkeypatch, lambda: quantize(q, k, values, lengths, element, rules))
+    rules = QuantizeRules(with_queries=with_queries)
+    assert_alike(monkeypatch, lambda: quantize(q, k, v, lengths, element, rules))
 
 
 @every_element
@@ -100,7 +101,7 @@ def test_query_blocks_choose_alone(job, rows: int, generator, poison, force, mon
 
     def routed() -> tuple[Tensor, ...]:
         counters = AttentionStats("cuda").counters
-        return *route(call, workspace, counters), counters
+        return route(call, workspace, counters), counters
 
     expected = routed()
     kernel = find_kernel("route", workspace.device, call.shape.head_dim)
@@ -144,10 +145,10 @@ def test_attend_leaves_the_workspace_as_it_was(kernels: Kernels, generator, forc
     force(kernels)
     q, k, v = make_qkv(CASES[0], generator)
     policy = with_element(SparsePolicy(topk=0.5), kernels.element)
-    call = make_call(q, k, v, policy, "HND", False, None, None, None, None)
+    call = make_call(q, k, v, policy, "HND", False, None, None, None)
     element, sizes = int(call.element), call.shape.sizes()
     workspace = quantize_call(call)
-    block_map, _ = route(call, workspace, None)
+    block_map = route(call, workspace, None)
     before = workspace.cpu()  # on the host: a kernel that compares would read the gaps too
     outs = [torch.empty_like(q) for _ in range(2)]
     rules = AttendRules(False, call.scale, 50.0, pv_filter=False, causal=False)
@@ -156,5 +157,5 @@ def test_attend_leaves_the_workspace_as_it_was(kernels: Kernels, generator, forc
         ops.attend(q, workspace, block_map, sizes, element, *given, out, *[None] * 5)
     assert torch.equal(*outs)
     assert torch.equal(workspace.cpu(), before)
-    layout = WorkspaceLayout(call.shape, call.element, with_values=True, with_queries=True)
+    layout = WorkspaceLayout(call.shape, call.element, with_queries=True)
     assert int(layout.view(workspace, "next_item")) == 0

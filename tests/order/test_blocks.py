@@ -6,7 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sparge.blocks import BlockPlan, block_count, pack, unpack
+import sparge
+from sparge.blocks import block_count, pack, unpack
 
 
 @pytest.mark.parametrize("key_blocks", [1, 31, 32, 33, 64, 100])
@@ -20,15 +21,13 @@ def test_bit_b_of_word_w_is_block_32w_plus_b(key_blocks: int, generator: torch.G
     assert torch.equal(unpack(words, key_blocks), kept)
 
 
-def test_density_counts_pairs_and_not_blocks() -> None:
-    """tests/fuzz counts those of calls."""
-    kept = torch.tensor([[True, False]]).expand(1, 2, 1, 2)
-    plan = BlockPlan.from_kept(kept, n_queries=100, n_keys=65)
-    assert plan.density() == 64 / 65
-    assert plan.kept_pairs().tolist() == [[6400, 6400]]
-    assert plan.counts.tolist() == [[[1], [1]]]
-    lengths = torch.zeros(1, dtype=torch.int32)
-    nothing = BlockPlan.from_kept(torch.zeros(1, 1, 1, 1).bool(), 5, 5, key_lengths=lengths)
-    assert nothing.density() == 1.0, "there is nothing to attend to"
-    with pytest.raises(ValueError, match=r"need \(B, H, 2, 4\)"):
-        BlockPlan.from_kept(torch.ones(1, 1, 2, 2, dtype=torch.bool), 256, 256)
+def test_density_counts_pairs_and_not_blocks(make_qkv) -> None:
+    """tests/fuzz counts those of random calls."""
+    kept = torch.tensor([True, False]).expand(1, 2, 1, 2)
+    stats = sparge.AttentionStats("cpu")
+    sparge.attention(*make_qkv(1, 2, 100, 64, kv_tokens=65), block_mask=kept, stats=stats)
+    assert (stats.density, stats.blocks_kept) == (64 / 65, 2)
+    stats.reset()
+    nothing = torch.zeros(1, dtype=torch.int32)
+    sparge.attention(*make_qkv(1, 2, 5, 64), key_lengths=nothing, stats=stats)
+    assert (stats.density, stats.calls) == (1.0, 1), "there is nothing to attend to"

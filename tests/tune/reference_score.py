@@ -31,7 +31,7 @@ def score_by_reference(
         Partial(exact_out[:, :, bucket], exact_max[:, :, bucket], exact_sum[:, :, bucket])
         for bucket in range(exact_out.shape[2])
     ]
-    layout = layout_of(CallShape(*shape), Element(element), True, False, True)
+    layout = layout_of(CallShape(*shape), Element(element), False, True)
     dropped = ~unpack(kept, layout.shape.key_blocks)
     pooled = _pooled(q.to(exact_out.dtype), workspace, layout, dropped, scale)
     values = layout.view(workspace, "v_mean")[..., : q.shape[-1]]

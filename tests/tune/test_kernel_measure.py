@@ -77,7 +77,6 @@ class Stages:
         layout = WorkspaceLayout(
             CallShape.of(q, k, order.slots),
             Element.INT8_FP16,
-            with_values=True,
             with_queries=rules.with_queries,
             with_pools=rules.with_pools,
         )
@@ -121,9 +120,9 @@ class Stages:
         return pad(found, (0, 64 - found.shape[-1]))
 
     def route(
-        self, workspace: Tensor, shape: list[int], element: int, with_values: bool, *rest: Any
-    ) -> tuple[Tensor, Tensor]:
-        with_pools, *flat, _, block_mask, thresholds, facts, counters, q_means, q_similarity = rest
+        self, workspace: Tensor, shape: list[int], element: int, with_pools: bool, *rest: Any
+    ) -> Tensor:
+        *flat, _, block_mask, thresholds, facts, counters, q_means, q_similarity = rest
         rules, order = RouteRules.of_flat(*flat), OrderFacts(*facts)
         assert (rules.select, rules.causal, rules.upstream) == (Select.TOPK, False, False)
         assert block_mask is order.queries_exact is order.slot_counts is counters is None
@@ -131,7 +130,6 @@ class Stages:
         layout = WorkspaceLayout(
             CallShape(*shape),
             Element(element),
-            with_values=with_values,
             with_queries=False,
             with_pools=with_pools,
         )
@@ -154,7 +152,7 @@ class Stages:
         asked = (share * scores.shape[-1]).long().clamp(min=rules.floor)[:, None, None]
         wanted = whole_steps(asked, (valid & forced).sum(-1, keepdim=True))
         kept = valid & (forced | (rank < wanted))
-        return pack(kept), kept.sum(-1, dtype=torch.int32)
+        return pack(kept)
 
     def attend(self, q: Tensor, workspace: Tensor, block_map: Tensor, *rest: Any) -> None:
         shape, _, *flat, lengths, _, facts, out, _, sums, row_max, row_sum, _ = rest

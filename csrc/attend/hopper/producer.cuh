@@ -80,7 +80,7 @@ struct Producer {
   };
 
   SPARGE_DEVICE void add(Step& step, const Work& work, i32 block, const Facts& facts) {
-    if (block >= p.problem.key_blocks()) return;  // a plan made by hand may hold stray bits
+    if (block >= p.problem.key_blocks()) return;  // ALL_BLOCKS has bits of such blocks
     if (step.block[1] >= 0) {
       push(work, step);
       step.block[0] = step.block[1] = -1;
