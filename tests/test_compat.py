@@ -13,7 +13,7 @@ from torch import Tensor
 import sparge
 from sparge import AttentionStats, SparsePolicy, compat
 from sparge.compat.mask import read_block_mask
-from sparge.compat.utils import get_block_map_meansim
+from sparge.compat.utils import get_block_map_meansim, get_block_map_meansim_fuse_quant
 
 library: Any = sparge.attention
 by_topk: Any = compat.spas_sage2_attn_meansim_topk_cuda
@@ -175,7 +175,7 @@ def test_attention_over_a_block_map_is_that_of_its_thresholds(
 @pytest.mark.parametrize(
     ("given", "keys", "words"),
     [
-        ({"BLKQ": 64, "BLKK": 128}, 128, "pass BLKQ=128 and BLKK=64"),
+        ({"BLKQ": 64, "BLKK": 64}, 128, "of 128 x 64 and of 64 x 128 tokens are served"),
         ({"return_lut": True}, 128, "no lookup tables"),
         ({"is_sparse": False}, 128, "never had an effect"),
         ({"topk": 0.5}, 128, "set exactly one"),
@@ -187,3 +187,31 @@ def test_what_a_block_map_refuses(make_qkv, given: dict[str, Any], keys: int, wo
     q, k, _ = make_qkv(1, 1, 128, 64, kv_tokens=keys)
     with pytest.raises(ValueError, match=words):
         get_block_map_meansim(q, k, **given)
+
+
+@pytest.mark.parametrize("tokens", [700, 640])
+def test_a_map_of_hoppers_blocks_holds_every_chosen_one(make_qkv, tokens: int) -> None:
+    q, k, _ = make_qkv(1, 2, tokens, 64)
+    given = {"topk": 0.3, "cdfthreshd": None, "simthreshd1": -1}
+    chosen = get_block_map_meansim(q, k, **given)
+    wide = get_block_map_meansim(q, k, BLKQ=64, BLKK=128, **given)
+    assert wide.shape == (1, 2, -(-tokens // 64), -(-tokens // 128))
+    for rows in (0, 1):
+        of_rows = wide[..., rows::2, :]
+        for column in range(chosen.shape[-1]):
+            held = of_rows[..., column // 2] >= chosen[..., : of_rows.shape[-2], column]
+            assert held.all()
+    assert wide.float().mean() < 0.9
+
+
+def test_a_map_beside_quantized_operands(make_qkv) -> None:
+    q, k, _ = make_qkv(1, 2, 700, 64)
+    k, q[:, 0] = k + 5, 0
+    mean, given = k.mean(2, keepdim=True), {"topk": 0.3, "cdfthreshd": None}
+    kept, *operands = get_block_map_meansim_fuse_quant(q, k, mean, **given)
+    assert torch.equal(kept, get_block_map_meansim(q, k - mean, **given))
+    for levels, scale, x, block in ((*operands[:2], q, 128), (*operands[2:], k - mean, 64)):
+        assert levels.dtype == torch.int8 and levels.shape == x.shape
+        each = scale.repeat_interleave(block, 2)[:, :, :700, None]
+        assert ((levels * each - x.float()).abs() <= each * 0.501).all()
+    assert not operands[0][:, 0].any() and not operands[1][:, 0].any(), "zeros have scale zero"

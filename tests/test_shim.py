@@ -32,7 +32,7 @@ SERVED = {
     "spas_sage2_attn_meansim_topk_cuda spas_sage_attn_meansim_cuda "
     "spas_sage_attn_meansim_topk_cuda block_sparse_sage2_attn_cuda",
     # packs for MiniMax H3
-    f"{PACKAGE}.utils": "get_block_map_meansim",
+    f"{PACKAGE}.utils": "get_block_map_meansim get_block_map_meansim_fuse_quant",
 }
 #: Upstream's kernels and what feeds them, which others import behind `except ImportError`: there
 #: are none.

@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from ..blocks import KEY_BLOCK, QUERY_BLOCK
+from ..blocks import KEY_BLOCK, QUERY_BLOCK, block_count
 from ..checks.argument import flag
 from ..checks.validate import as_heads_first, check_pair
 from ..errors import Unsupported
@@ -16,7 +19,11 @@ from ..reference.route import route
 from ..stages.as_written import as_written
 from .core import meansim_policy
 
-__all__ = ["get_block_map_meansim"]
+__all__ = ["get_block_map_meansim", "get_block_map_meansim_fuse_quant"]
+
+#: Sizes of upstream's blocks: queries and keys, on most GPUs and on sm_90.
+SIZES = ((QUERY_BLOCK, KEY_BLOCK), (KEY_BLOCK, QUERY_BLOCK))
+INT8_MAX = 127.0
 
 
 @torch.no_grad()
@@ -33,15 +40,16 @@ def get_block_map_meansim(
     return_lut: bool = False,
     attention_sink: bool = False,
 ) -> Tensor:
-    """Bool map (B, H, ceil(Nq / 128), ceil(Nk / 64)) of the blocks that the thresholds keep.
+    """Bool map (B, H, ceil(Nq / BLKQ), ceil(Nk / BLKK)) of the blocks that the thresholds keep.
 
     q (B, H, Nq, D) and k (B, Hkv, Nk, D). k is pooled as it comes: subtract its mean before, as
-    attention does. The reference chooses, on the tensors' device, a head at a time.
+    attention does. The reference chooses, on the tensors' device, a head at a time. It chooses
+    blocks of 128 x 64; a map of 64 x 128 has every block that holds a part of one.
     """
-    if (BLKQ, BLKK) != (QUERY_BLOCK, KEY_BLOCK):
+    if (BLKQ, BLKK) not in SIZES:
         raise Unsupported(
-            f"BLKQ is {BLKQ} and BLKK {BLKK}; a block is {QUERY_BLOCK} queries and {KEY_BLOCK} "
-            f"keys here, on every GPU: pass BLKQ={QUERY_BLOCK} and BLKK={KEY_BLOCK}."
+            f"BLKQ is {BLKQ} and BLKK {BLKK}; blocks of {QUERY_BLOCK} x {KEY_BLOCK} and of "
+            f"{KEY_BLOCK} x {QUERY_BLOCK} tokens are served: pass one of these."
         )
     if return_lut:
         raise Unsupported(
@@ -63,4 +71,33 @@ def get_block_map_meansim(
     with as_written(q.device):
         # Values have no say: one channel in their place takes the least memory.
         x = quantize_qkv(q, k, k[..., :1], smooth_k=False)
-        return route(x, policy, scale=x.head_dim**-0.5, is_causal=is_causal).kept
+        kept = route(x, policy, scale=x.head_dim**-0.5, is_causal=is_causal).kept
+    if BLKQ == QUERY_BLOCK:
+        return kept
+    pairs = pad(kept, (0, kept.shape[-1] % 2)).unflatten(-1, (-1, 2)).any(-1)
+    return pairs.repeat_interleave(2, -2)[..., : block_count(q.shape[2], BLKQ), :]
+
+
+@torch.no_grad()
+def get_block_map_meansim_fuse_quant(
+    q: Tensor,
+    k: Tensor,
+    km: Tensor | None = None,
+    is_causal: bool = False,
+    BLKQ: int = 128,  # noqa: N803
+    BLKK: int = 64,  # noqa: N803
+    **thresholds: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Map of q and k - km as `get_block_map_meansim` gives it, and both in INT8: (map, q levels, q
+    scale, k levels, k scale), levels of their shapes, scales (B, H, blocks) float32."""
+    k = k if km is None else k - km
+    kept = get_block_map_meansim(q, k, is_causal, BLKQ, BLKK, **thresholds)
+    return kept, *_int8_blocks(q, BLKQ), *_int8_blocks(k, BLKK)
+
+
+def _int8_blocks(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """Levels of x (B, H, N, D), and the scale of each block; that of a block of zeros is 0."""
+    blocks = pad(x.float(), (0, 0, 0, -x.shape[2] % block)).unflatten(2, (-1, block))
+    scale = blocks.abs().amax((-2, -1)) / INT8_MAX
+    levels = (blocks / scale.masked_fill(scale == 0, 1)[..., None, None]).round()
+    return levels.to(torch.int8).flatten(2, 3)[:, :, : x.shape[2]].contiguous(), scale

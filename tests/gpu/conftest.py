@@ -127,7 +127,6 @@ def force(monkeypatch: pytest.MonkeyPatch) -> Callable[[Kernels], None]:
         call = importlib.import_module("sparge.call")
         launch = importlib.import_module("sparge.stages.launch")
         monkeypatch.setattr(call, "native_element", lambda *_: kernels.element)
-        monkeypatch.setattr(call, "chosen_element", lambda *_: kernels.element)
         path = AttendPath(kernels.entry, "forced by a test")
         monkeypatch.setattr(launch, "attend_path", lambda *_: path)
 
