@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measuring: what every candidate would make of a few query blocks of a call, beside exact attention.
+
+With weights p of the kept keys, P of the mean keys of dropped blocks, and a pool weight g, a row is
+
+    y = (sum p v + g sum P V) / (sum p + g sum P)
+
+in place of o, where nothing is dropped. An output scale c turns y into c y + (1 - c) m, with m the
+mean value of all keys, so that sums of |y - o|^2, <y - o, m - o> and |m - o|^2 over rows say what
+any output scale leaves. On a GPU the library's own kernels measure (`measure_kernels`); here is the
+same in plain torch, for a CPU. Neither waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import gcd
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..blocks import KEY_BLOCK, QUERY_BLOCK, whole_steps
+from ..kernels import capabilities
+from ..order.grid import EMPTY, TokenOrder
+from ..reference.scores import log_scores
+from ..stages.as_written import as_written
+from .candidates import POOL_WEIGHTS, Candidates
+
+#: One in so many rows of a query block is compared (docs/experiments.md, Rows of a query block).
+ROW_STEP = 4
+GOLDEN = (5**0.5 - 1) / 2  # any number of its multiples in a row, modulo 1, is evenly spread
+BYTES_AT_ONCE = 500_000_000  # of the weights of measured rows, on a CPU
+
+
+@dataclass(frozen=True, eq=False)
+class MeasuredCall:
+    """Query blocks of one call that are measured: q (B, H, N, D) over k, v (B, Hkv, N, D)."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float
+    order: TokenOrder
+    """Token orders of the call, on its device."""
+    candidates: Candidates
+    query_blocks: Sequence[int]
+
+    @property
+    def tokens(self) -> Tensor:
+        """(S, rows) int64: tokens that are compared in the first token order, `EMPTY` where a slot
+        holds none. Selected block by block: an index tensor would come from the host and wait."""
+        return compared_rows(tokens_of_blocks(self.order, self.query_blocks)[0]).long()
+
+
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """Sums over the compared rows of one call, float64: (heads, orders, pool weights, measured
+    densities), and (heads, orders) of what all candidates share."""
+
+    error: Tensor
+    """|y - o|^2"""
+    towards: Tensor
+    """<y - o, m - o>"""
+    far: Tensor
+    """|m - o|^2"""
+    norm: Tensor
+    """|o|^2"""
+    truth: Tensor | None = None
+    """(B, H, S, rows, D): o of `MeasuredCall.tokens`."""
+
+
+class Sums:
+    """Sums of all layers that were measured, as in `Measured` with layers before heads."""
+
+    def __init__(self, layers: int, heads: int, candidates: Candidates) -> None:
+        of_heads = layers, heads, candidates.orders
+        of_candidates = *of_heads, len(POOL_WEIGHTS), len(candidates.measured)
+        sizes = of_candidates, of_candidates, of_heads, of_heads
+        device = candidates.kept.device
+        self.all = [torch.zeros(x, dtype=torch.float64, device=device) for x in sizes]
+        self.blocks = [0] * layers
+        """Query blocks measured of each layer."""
+
+    def add(self, layer: int, measured: Measured, blocks: int) -> None:
+        for sums, new in zip(self.all, (measured.error, measured.towards, measured.far,
+                                        measured.norm), strict=True):  # fmt: skip
+            sums[layer] += new
+        self.blocks[layer] += blocks
+
+    def finite(self) -> Tensor:
+        """(layers,) bool: layers that were measured, with sums that are all finite."""
+        was = torch.tensor([count > 0 for count in self.blocks]).to(self.all[0].device)
+        return torch.stack([x.flatten(1).isfinite().all(1) for x in self.all]).all(0) & was
+
+    def or_else(self, earlier: Sums | None) -> Sums:
+        """These, with the layers of earlier sums where nothing was measured, or nothing finite."""
+        if earlier is None:
+            return self
+        finite = self.finite()
+        for mine, others in zip(self.all, earlier.all, strict=True):
+            mine.copy_(mine.where(finite.view(-1, *[1] * (mine.ndim - 1)), others))
+        pairs = zip(self.blocks, earlier.blocks, strict=True)
+        self.blocks = [mine or other for mine, other in pairs]
+        return self
+
+
+def measure(call: MeasuredCall, with_truth: bool = False) -> Measured:
+    """Measures the query blocks of a call. Never waits for the device.
+
+    Raises sparge.Unsupported, torch.OutOfMemoryError.
+    """
+    with as_written(call.q.device):
+        if capabilities(call.q.device).usable:
+            from .measure_kernels import on_kernels
+
+            return on_kernels(call, with_truth)
+        return _on_reference(call, with_truth)
+
+
+def spread_places(count: int, first: int, wanted: int) -> list[int]:
+    """Numbers `first`, `first` + 1 ... of an endless visit of 0 .. count - 1: as many as `wanted`,
+    none twice.
+
+    Steps of about the golden ratio of `count` spread the places of any few visits evenly. A step
+    coprime to `count` comes to none twice before it came to all.
+    """
+    step = next(step for step in range(round(count * GOLDEN), 2 * count) if gcd(step, count) == 1)
+    return [place * step % count for place in range(first, first + min(wanted, count))]
+
+
+def compared_rows(values: Tensor, dim: int = -1) -> Tensor:
+    """Compared ones of the 128 rows of a query block along `dim`.
+
+    One of every four, every four in a row other ones than the four before, and the next sixteen
+    than their fours. Cubes are about 4 x 4 x 4 tokens, and the same rows would be some of their
+    columns or one of their diagonals, where heads that look to one side do not err.
+    """
+    firsts = range(0, QUERY_BLOCK, ROW_STEP)
+    rows = [first + (first // 4 + first // 16) % ROW_STEP for first in firsts]
+    on_device = torch.tensor(rows, device="cpu").to(values.device, non_blocking=True)
+    return values.index_select(dim, on_device)
+
+
+def tokens_of_blocks(order: TokenOrder, blocks: Sequence[int]) -> Tensor:
+    """(orders, S, 128) int32 tokens of query blocks, `EMPTY` in slots that hold none."""
+    slots = pad(order.slot_tokens, (0, -order.slots % QUERY_BLOCK), value=EMPTY)
+    by_block = slots.unflatten(1, (-1, QUERY_BLOCK))
+    return torch.stack([by_block[:, block] for block in blocks], 1)
+
+
+def _on_reference(call: MeasuredCall, with_truth: bool) -> Measured:
+    """`measure` in plain torch, float32, as many heads at once as there is room for."""
+    group, kv_heads = call.q.shape[1] // call.k.shape[1], call.k.shape[1]
+    rows = len(call.query_blocks) * QUERY_BLOCK // ROW_STEP
+    at_once = max(1, BYTES_AT_ONCE // (16 * rows * call.order.slots * group))
+    parts: list[list[tuple[Tensor, ...]]] = []
+    for kind in range(call.candidates.orders):
+        order, of_kind = call.order.of_kind(kind), []
+        for first in range(0, kv_heads, at_once):
+            last = min(kv_heads, first + at_once)
+            found: tuple[Tensor, ...] | None = None
+            truths = []
+            for entry in range(call.q.shape[0]):
+                q = call.q[entry, first * group : last * group].float()
+                k, v = (
+                    x[entry, first:last].repeat_interleave(group, 0).float()
+                    for x in (call.k, call.v)
+                )
+                *sums, truth = _of_heads(q, k, v, order, call)
+                truths.append(truth)
+                found = (*sums,) if found is None else (*map(torch.add, found, sums),)
+            assert found is not None
+            of_kind.append((*found, torch.stack(truths)))
+        parts.append(of_kind)
+    sums = [
+        torch.stack([torch.cat([heads[i] for heads in of_kind]) for of_kind in parts], 1)
+        for i in range(4)
+    ]
+    truth = torch.cat([heads[4] for heads in parts[0]], 1) if with_truth else None
+    return Measured(*sums, truth)
+
+
+def _of_heads(
+    q: Tensor, k: Tensor, v: Tensor, order: TokenOrder, call: MeasuredCall
+) -> tuple[Tensor, ...]:
+    """error and towards (H, pool weights, densities), far and norm (H,), and truth (H, S, rows, D)
+    of heads q, k, v (H, N, D) in one token order."""
+    tokens, scale = order.slot_token.long(), call.scale
+    holds, mean_value = tokens != EMPTY, v.mean(1, keepdim=True)
+    k, v = k - k.mean(1, keepdim=True), v - mean_value
+    k, v = (x[:, tokens.clamp(min=0)] * holds[:, None] for x in (k, v))
+    slots = tokens_of_blocks(order, call.query_blocks)[0].long()
+    real = slots != EMPTY
+    rows = q[:, slots.clamp(min=0)] * real[..., None]  # (H, S, 128, D)
+    stats = _statistics(rows, k, v, order, real.sum(1))
+    kept = _kept(stats, order, call.candidates, scale)  # of each density (H, S, key blocks)
+
+    rows, real = compared_rows(rows, 2) * scale, compared_rows(real)[..., None]
+    logits = (rows @ k.mT.unsqueeze(1)).masked_fill_(~holds, -torch.inf)  # (H, S, R, slots)
+    pooled = rows @ stats.k_block_mean[0].mT.unsqueeze(1) + order.block_counts.log()
+    top = torch.maximum(logits.amax(-1), pooled.amax(-1)).unsqueeze(-1)
+    exact, pooled = (logits - top).exp_().unflatten(-1, (-1, KEY_BLOCK)), (pooled - top).exp_()
+    values, means = v.unsqueeze(1), stats.v_block_mean[0].unsqueeze(1)
+    o = (exact.flatten(-2) @ values) / exact.sum((-2, -1)).unsqueeze(-1)
+    error, towards = [], []
+    for of_density in kept:
+        p, rest = exact * of_density[:, :, None, :, None], pooled * ~of_density[:, :, None]
+        y, a = p.flatten(-2) @ values, p.sum((-2, -1)).unsqueeze(-1)
+        pool, r = rest @ means, rest.sum(-1, keepdim=True)
+        for weight in POOL_WEIGHTS:
+            off = (y + weight * pool) / (a + weight * r).clamp(min=1e-30) - o
+            error.append(_sum(off.square() * real))
+            towards.append(_sum(-off * o * real))  # the mean value is 0 here
+    far, norm = (_sum((o + x).square() * real) for x in (0, mean_value.unsqueeze(1)))
+    of_candidates = (torch.stack(x, -1).unflatten(-1, (len(kept), -1)).mT for x in (error, towards))
+    return (*of_candidates, far, norm, o + mean_value.unsqueeze(1))
+
+
+def _sum(of_rows: Tensor) -> Tensor:
+    return of_rows.sum((1, 2, 3), dtype=torch.float64)
+
+
+def _statistics(
+    q: Tensor, k: Tensor, v: Tensor, order: TokenOrder, queries: Tensor
+) -> SimpleNamespace:
+    """Statistics of blocks that `log_scores` ranks by, as it reads them of a batch of one."""
+    counts = order.block_counts.float()[:, None]
+    means, variances = [], []
+    for x in (k, v):
+        blocks = x.unflatten(1, (-1, KEY_BLOCK))
+        means.append(blocks.sum(2) / counts)
+        square = blocks.square().sum(2) / counts
+        variances.append((square - means[-1].square()).clamp(min=0))
+    return SimpleNamespace(
+        q_block_mean=(q.sum(2) / queries[:, None].clamp(min=1))[None],
+        k_block_mean=means[0][None],
+        v_block_mean=means[1][None],
+        k_variance=variances[0][None],
+        v_variance=variances[1].sum(-1)[None],
+        key_counts=order.block_counts[None],
+    )
+
+
+def _kept(
+    stats: SimpleNamespace, order: TokenOrder, candidates: Candidates, scale: float
+) -> list[Tensor]:
+    """(H, S, key blocks) bool for each measured density: blocks that it keeps, those first whose
+    pooling would err most."""
+    valid = order.keys_exact.new_ones(1, *stats.q_block_mean.shape[1:3], order.key_blocks)
+    score = log_scores(stats, scale, valid)[1][0].masked_fill(order.keys_exact, torch.inf)
+    place = score.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
+    forced = order.keys_exact.sum()
+    asked = [max(1, int(density * order.key_blocks)) for density in candidates.measured]
+    return [place < forced + whole_steps(torch.full_like(forced, rank), forced) for rank in asked]

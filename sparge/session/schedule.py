@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps of a run: which are dense, how densities fall over the others, when heads are chosen anew."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from ..checks.argument import number, shown
+
+#: Relative distance within which two noise levels are the same. A step often falls exactly on the
+#: edge (20 steps, start_percent 0.2), where the float32 schedule and the float64 edge differ in the
+#: last bits: this is above that, below a step.
+SAME_SIGMA = 1e-5
+#: Least number of steps between two choices, and steps between them where nobody knows how many
+#: come.
+LEAST_STEPS, UNKNOWN_STEPS = 6, 16
+#: Choices in a run of many steps.
+CHOICES = 3
+
+
+@dataclass(frozen=True)
+class Aim:
+    """Target for the mean error of the heads in each sparse step, or else a mean density over all
+    heads and steps."""
+
+    kind: str
+    """Name of the aim: "quality" or "budget"."""
+    value: float
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("quality", "budget"):
+            raise ValueError(f'kind is {shown(self.kind)}; an aim is "quality" or "budget".')
+        if not 0 <= number("value", self.value) <= 1:  # NaN is not either
+            raise ValueError(f"value is {self.value}; an error or a density is from 0 to 1.")
+
+    def __str__(self) -> str:
+        if self.kind == "quality":
+            return f"a mean error of {self.value:g}"
+        return f"a mean density of {100 * self.value:g} %"
+
+
+@dataclass(frozen=True)
+class Step:
+    """Sampling step of a forward pass, as it is known when the pass begins."""
+
+    prompts: tuple[int, ...]
+    """Number of the prompt of each entry of the batch, 0 for the positive one."""
+    number: int
+    why_dense: str | None = None
+    """Why the whole pass has to stay dense; None where it may be sparse."""
+    is_last_dense: bool = False
+    """It is the last dense step before the sparse ones."""
+    index: int | None = None
+    """Index among the steps that may be sparse, by noise level; None where that is not known."""
+    of_sparse: int | None = None
+    """Number of steps that may be sparse, likewise."""
+    model: int = 0
+    """Number of the model, where a run evaluates several: 0 is the one that is sampled."""
+
+    def index_since(self, first: Step) -> int:
+        """Number of steps from another pass to this one, by noise level where that is known: a step
+        may evaluate the model more than once."""
+        if first.index is None or self.index is None:
+            return self.number - first.number
+        return self.index - first.index
+
+
+def budgets(mean: float, steps: int, least: float = 0.0) -> list[float]:
+    """Densities of the sparse steps, whose mean is `mean`; a single one where all are equal. Later
+    steps build on what an early step gets wrong (docs/experiments.md, Density over the sampling
+    steps).
+
+    The first step gets 0.6 times the mean more at 10 %, 0.3 times at 30 % and nothing at 50 %, the
+    last one less. least: share that is kept whatever is chosen; only what is above it can fall.
+    """
+    fall = max(0.0, 0.75 * (1 - 2 * mean)) * (mean - least)
+    if steps < 2 or fall <= 0:
+        return [mean]
+    return [mean + fall * (1 - 2 * step / (steps - 1)) for step in range(steps)]
+
+
+def next_choice(step: int, steps: int | None, left: int) -> int | None:
+    """Sparse step where heads are chosen anew after a choice in this one, of so many; None where
+    none follows. The last step alone gets none. left: choices to come."""
+    interval = UNKNOWN_STEPS if steps is None else max(LEAST_STEPS, -(-steps // CHOICES))
+    following = step + interval
+    return following if left and (steps is None or following < steps - 1) else None
+
+
+@dataclass(frozen=True)
+class SigmaWindow:
+    """Range of noise levels in which attention may be sparse; sigma falls while sampling."""
+
+    start: float
+    end: float
+    start_percent: float = 0.0
+    """Edge as a user gives it; below likewise."""
+    end_percent: float = 1.0
+
+    @property
+    def is_everything(self) -> bool:
+        return self.start == math.inf and self.end == 0.0
+
+    @classmethod
+    def of(
+        cls, start_percent: float, end_percent: float, to_sigma: Callable[[float], float]
+    ) -> SigmaWindow:
+        """Turns percent into sigma.
+
+        The edges 0 and 1 are open: model samplings disagree about the sigma they give them.
+        """
+        start = float(to_sigma(start_percent)) if start_percent > 0 else math.inf
+        end = float(to_sigma(end_percent)) if end_percent < 1 else 0.0
+        return cls(start, end, start_percent, end_percent)
+
+    def step(self, step: Step, sigma: float, schedule: Sequence[float]) -> Step:
+        """Step at a noise level, with what follows from that."""
+        inside = [x for x in schedule if not self._is_before(x) and not self._is_after(x)]
+        above = sum(level > sigma * (1 + SAME_SIGMA) for level in inside)
+        return replace(
+            step,
+            why_dense=self.outside_reason(sigma),
+            is_last_dense=self.is_last_dense(sigma, schedule),
+            index=min(above, len(inside) - 1) if inside else None,
+            of_sparse=len(inside) or None,
+        )
+
+    def outside_reason(self, sigma: float) -> str | None:
+        if self.start_percent > self.end_percent:
+            return (
+                f"start_percent {self.start_percent:g} is above end_percent "
+                f"{self.end_percent:g}, so no step is between them"
+            )
+        if self._is_before(sigma):
+            return f"before start_percent {self.start_percent:g}"
+        if self._is_after(sigma):
+            return f"after end_percent {self.end_percent:g}"
+        return None
+
+    def is_last_dense(self, sigma: float, schedule: Sequence[float]) -> bool:
+        """Whether sigma is before the window and no step of the schedule lies between.
+
+        It goes by noise level and not by counting passes: right wherever a sampler evaluates the
+        model.
+        """
+        if self.start < self.end:  # no step is in the window
+            return False
+        below = sigma * (1 - SAME_SIGMA)
+        later = any(level < below and self._is_before(level) for level in schedule)
+        return self._is_before(sigma) and not later
+
+    def dense_steps(self, schedule: Sequence[float]) -> int:
+        """Number of steps that are dense, at least: those outside the window, and where none comes
+        before it, the one that is measured."""
+        before, after = (sum(map(is_out, schedule)) for is_out in (self._is_before, self._is_after))
+        return max(1, before) + after
+
+    def _is_before(self, sigma: float) -> bool:
+        return sigma > self.start * (1 + SAME_SIGMA)
+
+    def _is_after(self, sigma: float) -> bool:
+        return sigma < self.end * (1 - SAME_SIGMA)

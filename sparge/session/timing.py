@@ -1,0 +1,314 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Seconds of an attention call by each backend: exact, 8-bit dense, sparse.
+
+They are measured on this GPU at the shape that the model calls with, where the first such call
+comes, and kept beside the kernels by GPU, driver, torch, kernels and exact backend. They decide by
+which backend a call is computed, and never what its heads get.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import json
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..attention import attention
+from ..blocks import KEY_BLOCK
+from ..common.torch_attention import exact_attention
+from ..common.whole_file import write_whole
+from ..errors import Unsupported
+from ..head_settings import HeadSettings, Router
+from ..kernels.device import capabilities
+from ..kernels.driver import driver_version
+from ..kernels.folder import cache_folder, distrust, make_folder, read_file
+from ..kernels.source import read_sources
+from ..kernels.store import entry_stem
+from ..kernels.warmup import eight_bit_specs
+from ..order.grid import TokenOrder
+from ..order.recording import being_recorded
+from ..policy import EIGHT_BIT_DENSE, SparsePolicy
+from ..stages.as_written import as_written
+from .calls import Call
+
+logger = logging.getLogger("sparge")
+
+#: Environment variable for debugging: with the value 1 speed does not matter. A device without
+#: kernels runs the slow reference, not dense, and no call is dense for being slower.
+REFERENCE_VARIABLE = "SPARGE_REFERENCE"
+#: Fewest tokens of a call that is timed, and dtypes: exact attention in float32 is slower by far.
+FEWEST_TOKENS = 1536
+DTYPES = (torch.bfloat16, torch.float16)
+#: Share by which another backend has to be faster than the exact one, or sparse than dense.
+MARGIN = 0.03
+#: Share of a call's host time that its GPU time has to cover. The rest of a layer covers the other:
+#: where calls are as short as that, it takes the GPU longer than attention, and the host far less.
+HOST_SHARE = 0.5
+#: Densities at which sparse calls are timed; between and beyond them seconds are on a line.
+DENSITIES = (0.1, 0.4)
+#: Timed calls of each kind after a first one, and clock cycles in which the GPU sleeps while the
+#: host queues one: about 1 ms.
+CALLS, ASLEEP = 2, 2_000_000
+#: Lengths with which times are shared, a twelfth of a doubling: seconds then go by pairs.
+LENGTHS = 12
+#: Ratio of two timed calls from which on something else used the GPU: such times are not kept.
+DISTURBED = 1.25
+#: Density that no user asks for.
+NO_DENSITY = 0.01
+_FORMAT = "5"  # changes with what is measured and how
+_LARGEST = 1 << 18  # bytes of a file
+_MOST_SECONDS = 1000.0
+_MOST_KINDS = 256  # of calls in a file
+
+
+class Backend(enum.Enum):
+    """Ways to compute a call; the last one measures it."""
+
+    EXACT = "exact"
+    EIGHT_BIT = "8-bit dense"
+    SPARSE = "sparse"
+    MEASURING = "measuring"
+
+
+@dataclass(frozen=True)
+class Exact:
+    """Function of a framework for exact attention, and its name, under which times are kept."""
+
+    name: str
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor]
+    """Gives some result of q, k and v (B, H, N, D), in any layout."""
+
+
+TORCH = Exact("attention_pytorch", exact_attention)
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of calls of one shape, one entry of the batch."""
+
+    tokens: int
+    exact: float
+    eight_bit: float
+    sparse_fixed: float
+    """Seconds of a sparse call that would keep nothing."""
+    sparse_pairs: float
+    """Seconds more of one that keeps all."""
+    measuring: float
+    """Seconds of one measurement of heads."""
+    exact_dense: bool = False
+    """Dense calls are exact also where 8 bits are faster."""
+
+    @property
+    def is_eight_bit(self) -> bool:
+        """Whether dense calls are computed in 8 bits."""
+        return not self.exact_dense and self.eight_bit * (1 + MARGIN) <= self.exact
+
+    @property
+    def dense(self) -> float:
+        return self.eight_bit if self.is_eight_bit else self.exact
+
+    def sparse(self, density: float) -> float:
+        return self.sparse_fixed + self.sparse_pairs * density
+
+    def why_slower(self, density: float) -> str | None:
+        """Why a call stays dense that would keep so many pairs, or None. The text holds nothing
+        that differs between layers: the report counts it."""
+        if self.sparse(density) * (1 + MARGIN) < self.dense:
+            return None
+        left = self.dense / (1 + MARGIN) - self.sparse_fixed
+        most = left / self.sparse_pairs if self.sparse_pairs > 0 else 0.0
+        if most < NO_DENSITY:
+            return f"at {self.tokens:,} tokens sparse would be slower"
+        return f"at {self.tokens:,} tokens sparse is faster only below {100 * most:.0f} % density"
+
+    def of_tokens(self, tokens: int) -> Times:
+        """Times of a sequence of about the same length."""
+        share = (tokens / self.tokens) ** 2
+        seconds = {name: x * share for name, x in asdict(self).items() if isinstance(x, float)}
+        return replace(self, tokens=tokens, **seconds)
+
+
+_known: dict[tuple[str, str], Times] = {}  # by facts of the GPU and kind of the call
+_lock = threading.Lock()
+
+
+def speed_matters() -> bool:
+    return os.environ.get(REFERENCE_VARIABLE) != "1"
+
+
+def times_of(
+    call: Call,
+    exact: Exact,
+    order: TokenOrder | None,
+    measuring: Callable[[], object],
+) -> Times | None:
+    """Times of calls like this one: of this process, kept ones, or measured now, which waits for
+    the GPU and takes about twelve calls. None where the device has no kernels or no memory left,
+    and for calls that are not timed.
+
+    order: token order of sparse calls. measuring: measures the heads of the call.
+    """
+    if not _is_timed(call):
+        return None
+    device = call.q.device
+    facts = facts_of(device, exact)
+    key = json.dumps(facts, sort_keys=True)
+    kind = _kind(call)
+    with _lock:
+        if (key, kind) not in _known:
+            _known.update({(key, of): times for of, times in _read(key).items()})
+        if (key, kind) not in _known:
+            try:
+                times, disturbed = _measured(call, exact, order, measuring)
+            except (torch.OutOfMemoryError, Unsupported) as error:
+                logger.info("[Sparge] attention was not timed: %s", error)
+                return None
+            _known[key, kind] = times
+            if not disturbed:
+                _keep(key)
+        return _known[key, kind].of_tokens(call.query_tokens)
+
+
+def _is_timed(call: Call) -> bool:
+    device = call.q.device
+    if device.type != "cuda" or not speed_matters() or not capabilities(device).usable:
+        return False
+    whole = call.query_tokens == call.k.shape[2] >= FEWEST_TOKENS
+    return whole and call.q.dtype in DTYPES and not being_recorded(device)
+
+
+def _kind(call: Call) -> str:
+    """Kind of calls that share times."""
+    length = round(math.log2(call.query_tokens) * LENGTHS)
+    sizes = length, call.q.shape[1], call.k.shape[1], call.head_dim
+    return f"{call.q.dtype} {' '.join(map(str, sizes))}"
+
+
+def facts_of(device: torch.device, exact: Exact) -> dict[str, str]:
+    """Facts that times depend on."""
+    arch = capabilities(device).arch
+    stems = sorted(entry_stem(spec, read_sources(spec.entry)) for spec in eight_bit_specs(arch))
+    return {
+        "format": _FORMAT,
+        "gpu": torch.cuda.get_device_name(device),
+        "driver": str(driver_version()),
+        "torch": torch.__version__,
+        "kernels": _short_hash("".join(stems)),
+        "exact": exact.name,
+    }
+
+
+def _measured(
+    call: Call, exact: Exact, order: TokenOrder | None, measuring: Callable[[], object]
+) -> tuple[Times, bool]:
+    """Times of a call's first entry of the batch, and whether something else used the GPU."""
+    q, k, v = (x[:1] for x in call.qkv)
+    disturbed = False
+
+    def seconds(work: Callable[[], object]) -> float:
+        nonlocal disturbed
+        work()
+        timed = [_time_once(work) for _ in range(CALLS)]
+        disturbed |= max(timed) > DISTURBED * min(timed)
+        return min(timed)
+
+    def sparse(density: float) -> Callable[[], object]:
+        heads = HeadSettings.uniform(q.shape[1], density, 1.0, Router.ERROR, q.device)
+        return lambda: attention(
+            q, k, v, SparsePolicy(), order=order, head_settings=heads, scale=call.scale
+        )
+
+    with torch.cuda.device(q.device), as_written(q.device), torch.inference_mode():
+        least, most = (seconds(sparse(density)) for density in DENSITIES)
+        pairs = max(0.0, most - least) / (DENSITIES[1] - DENSITIES[0])
+        times = Times(
+            call.query_tokens,
+            seconds(lambda: exact.attend(q, k, v)),
+            seconds(lambda: attention(q, k, v, EIGHT_BIT_DENSE, scale=call.scale)),
+            max(0.0, least - pairs * (DENSITIES[0] + 1 / KEY_BLOCK)),
+            pairs,
+            seconds(measuring),
+        )
+    return times, disturbed
+
+
+def _time_once(work: Callable[[], object]) -> float:
+    """Seconds of the GPU, or of the share of those in which the host queued it. Waits."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(ASLEEP)
+    queued = time.perf_counter()
+    start.record()
+    work()
+    end.record()
+    host = time.perf_counter() - queued
+    end.synchronize()
+    return max(start.elapsed_time(end) / 1000, HOST_SHARE * host)
+
+
+def _short_hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _path(key: str) -> Path | None:
+    """File of times; None where this user has no cache folder."""
+    folder = cache_folder()
+    return folder and folder / f"times.{_short_hash(key)}.json"
+
+
+def _read(key: str) -> dict[str, Times]:
+    """Kept times by kind; none where there are none that can be believed."""
+    path = _path(key)
+    if path is None or distrust(path.parent):
+        return {}
+    try:
+        stored = json.loads(read_file(path, _LARGEST))
+        if stored["facts"] != json.loads(key):
+            raise ValueError("it is of another GPU, driver, torch or kernels")
+        return {str(kind): _times(times) for kind, times in stored["times"].items()}
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        logger.warning("Times %s are damaged and are measured anew: %s", path.name, error)
+        return {}
+
+
+def _times(stored: Any) -> Times:
+    """Raises ValueError, KeyError or TypeError for what `_keep` never wrote."""
+    tokens, *seconds = (stored[name] for name in asdict(Times(1, 0, 0, 0, 0, 0)) if name !=
+                        "exact_dense")  # fmt: skip
+    for each in seconds:
+        if not isinstance(each, float) or not 0 <= each <= _MOST_SECONDS:
+            raise ValueError(f"{each!r} is no time of a call")
+    if not isinstance(tokens, int) or tokens < 1:
+        raise ValueError(f"{tokens!r} is no number of tokens")
+    return Times(tokens, *seconds)
+
+
+def _keep(key: str) -> None:
+    """Writes the times of this GPU to the user's cache, at once or not at all."""
+    path, why = _path(key), "this user has no cache folder"
+    kinds = [(kind, times) for (of, kind), times in _known.items() if of == key][-_MOST_KINDS:]
+    stored = {"facts": json.loads(key), "times": {kind: asdict(x) for kind, x in kinds}}
+    if path is not None:
+        try:
+            make_folder(path.parent)
+            if not (why := distrust(path.parent)):
+                write_whole(path, json.dumps(stored, indent=1).encode())
+                return
+        except OSError as error:
+            why = str(error)
+    logger.warning(
+        "Attention is timed again at the next start: %s. Set SPARGE_CACHE to a folder of your own.",
+        why,
+    )
