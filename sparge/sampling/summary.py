@@ -31,9 +31,11 @@ def summary(result: RunResult) -> str:
     tokens = tally.grid_tokens if tally.missing else tally.tokens
     parts = [gain(result), f"{tally.family}, {tokens:,} tokens" if tokens else tally.family]
     if tally.sparse:
+        found = result.report.densities
         parts.append(
             f"{tally.sparse} sparse and {tally.dense} dense self-attention calls, "
-            f"density {100 * result.report.densities.overall:.1f} %{_head_range(result)}"
+            f"{100 * found.overall:.1f} % of attention computed; density of sparse calls "
+            f"{100 * found.of_sparse_calls:.1f} %{_head_range(result)}"
         )
         parts.extend(_errors(result))
         if any(shape.one_order for shape in result.report.shapes):
