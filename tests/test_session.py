@@ -87,7 +87,11 @@ def test_the_first_steps_are_exact_and_the_others_sparse(qkv) -> None:
     assert report.reasons == {f"one of the first {DENSE} steps": DENSE * LAYERS}
     assert (report.densities.by_step[:, :DENSE] == 1).all()
     assert (report.densities.by_step[:, DENSE:] < 1).all()
-    assert report.densities.overall == pytest.approx(0.5, abs=0.1)
+    found = report.densities
+    assert found.of_sparse_calls == pytest.approx(0.5, abs=0.1)
+    of_steps = found.of_sparse_calls * (STEPS - DENSE) + DENSE
+    assert found.overall == pytest.approx(of_steps / STEPS), "with those of the dense steps"
+    assert f"{found.overall:.1%} of attention was computed" in str(report)
     (shape,) = report.shapes
     assert shape.density.shape == (LAYERS, HEADS) and shape.layers.tolist() == [0, 1]
     assert "a mean density of 50 %" in str(report)
@@ -157,19 +161,21 @@ def test_a_device_may_be_named_in_two_ways(qkv) -> None:
     assert list(session.report().reasons) == ["one of the first 1 steps"]
 
 
-@pytest.mark.parametrize("why", ["backward", "cross-attention", "meta", "192"])
+@pytest.mark.parametrize("why", ["backward", "differ in number", "meta", "192", "fewer layers"])
 def test_some_calls_are_exact_in_every_step(qkv, why: str) -> None:
     q, k, v = (x.clone() for x in qkv)
     given = {
         "backward": (q.requires_grad_(), k, v),
-        "cross-attention": (q.detach(), k[:, :, :77], v[:, :, :77]),
+        "differ in number": (q.detach(), k[:, :, :77], v[:, :, :77]),
         "meta": tuple(x.to("meta") for x in (q, k, v)),
         "192": tuple(torch.cat([x] * 3, -1) for x in qkv),  # head_dim
+        "fewer layers": qkv,
     }[why]
+    layer = 10**9 if why == "fewer layers" else 0
     session = session_of(steps=3, dense_steps=0 if why == "192" else 1)
     for step in range(3):
         running = session.begin_step(step, ONE_LAYER, "cpu")
-        out = running.attend(0, *given)
+        out = running.attend(layer, *given)
         running.end()
         if why != "meta":
             assert torch.equal(out, scaled_dot_product_attention(*given))

@@ -47,8 +47,8 @@ def summary(result: RunResult) -> str:
         else:
             parts.append(": ".join(filter(None, ["NOTHING WAS SPARSE", why.told])))
         if tally.dense:
-            of = " of text or sound" if tally.missing else ""
-            parts.append(f"{tally.dense} dense self-attention calls{of}")
+            other = "other " if tally.missing else ""
+            parts.append(f"{tally.dense} {other}dense self-attention calls")
     if tally.eight_bit:
         parts.append(f"{tally.eight_bit} dense calls in 8 bits, faster here than exact ones")
     if tally.reasons and not tally.missing:

@@ -168,7 +168,7 @@ class Session:
         looked = (begun.record.finite.not_finite() for begun in self._passes)
         found = [what for of_pass in looked for what in of_pass.values()]
         counted = dict(reasons.most_common())
-        return Report(self.aim, densities, shapes, counted, time, max(found, default=""))
+        return Report(self.aim, densities, shapes, counted, time, min(found, default=""))
 
     def end(self) -> None:
         """Gives back what outlives the run on the devices."""

@@ -51,6 +51,7 @@ def told(load_pack, sampled, monkeypatch):
                 "latent": GRID,
                 "extras": {"latent_shapes": [(1, 4, *GRID), (1, 8, sound, 16)]},
             }
+        given = {"context": torch.zeros(1, TEXT, 8)} | given
         got = sampled(forward, sigmas, raises=(KeyboardInterrupt,), **given)
         assert picture.draw(got.last).shape[2] <= 1500
         assert got.details.startswith(got.line)
@@ -98,7 +99,7 @@ def test_another_node_replaces_the_clips_self_attention(told, mode, min_tokens, 
     assert "; NOTHING WAS SPARSE: the clip's " + REPLACED in got.line
     assert ", 256 tokens; " in got.line
     assert "min_tokens" not in got.line and "start_percent" not in got.line
-    assert "3 dense self-attention calls of text or sound" in got.line
+    assert "3 other dense self-attention calls" in got.line
     assert "the clip's self-attention did not reach this node; another node" in got.picture
 
 
