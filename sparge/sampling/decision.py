@@ -133,12 +133,12 @@ class Decision:
             longer = max(tokens, call.key_tokens)
             sequence = min(longer, layout.grid_tokens or longer)
         alone = tokens in beside and tokens != layout.grid_tokens
-        whole = call.key_tokens >= layout.grid_tokens or kind is Kind.SELF
+        long = min(tokens, call.key_tokens) >= layout.frame_tokens
         return cls(
             kind,
             _why_exact(kind, call, layout, settings),
             sequence,
-            tokens >= layout.frame_tokens and not alone and whole,
+            kind is not Kind.CROSS and long and not alone,
             *_ends_and_remarks(kind, call, layout),
         )
 

@@ -134,6 +134,35 @@ def test_a_clip_that_came_is_not_missed(told, step):
     assert REPLACED not in got.line
 
 
+#: Queries and keys of a self-attention that another node changes.
+CHANGED = {
+    "further keys": (TOKENS, 2 * TOKENS),
+    "merged keys": (TOKENS, TOKENS // 2),
+    "some of the queries": (TOKENS // 2, TOKENS),
+    "merged queries, further keys": (TOKENS // 2, 2 * TOKENS),
+}
+
+
+@pytest.mark.parametrize("model", [None, torch.nn.Module()], ids=["with a row", "without"])
+@pytest.mark.parametrize("case", CHANGED)
+def test_self_attention_that_another_node_changes(told, case, model):
+    """It is sparse in mode manual, and in the others has a reason that is true."""
+
+    def step(attend):
+        attend(*CHANGED[case])
+        attend(TOKENS, TEXT)
+
+    given = {"min_tokens": TOKENS // 2, "model": model}
+    manual, auto = told(step, **given), told(step, mode=AUTO, **given)
+    assert (manual.tally.sparse, manual.tally.dense, manual.tally.cross) == (2, 1, 3)
+    assert auto.tally.sparse == 0 and auto.tally.cross == 3
+    (why,) = auto.tally.reasons
+    assert why.startswith("queries and keys differ in number") and "mode manual serves" in why
+    assert "did not reach this node" not in manual.line + auto.line
+    if model is None and "keys" in case:
+        assert "differ in number in some calls" in manual.line, "tokens stay as they come"
+
+
 def test_no_call_at_all_is_told_as_ever(told):
     got = told(lambda attend: None)
     assert "NOTHING WAS SPARSE: no attention call reached this node; a node after it" in got.line

@@ -44,9 +44,8 @@ def layout_of(
         return TokenLayout(family=name, blocks=blocks, remark=remark, prompts=_prompts(given))
     tokens = row.tokens(model.config, given)
     if tokens is None:
-        return TokenLayout(
-            family=row.name, text=row.text, blocks=blocks, prompts=_prompts(given)
-        )  # fmt: skip
+        prompts = _prompts(given)
+        return TokenLayout(family=row.name, text=row.text, blocks=blocks, prompts=prompts)
     return TokenLayout(
         family=row.name,
         text=row.text,
@@ -61,9 +60,12 @@ def layout_of(
 
 
 def _prompts(given: Mapping[str, Any]) -> frozenset[int]:
-    """Lengths of the sequences (batch, tokens, width) that a model is given beside its latent."""
-    beside = (x for name, x in given.items() if name not in ("hidden_states", "x"))
-    return frozenset(x.shape[1] for x in beside if isinstance(x, Tensor) and x.ndim == 3)
+    """Lengths of the sequences (batch, tokens, width) that a model is given beside its latent.
+    Allegro's text has a dimension more."""
+    beside = {name: x for name, x in given.items() if name not in ("hidden_states", "x")}
+    text = beside.get("encoder_hidden_states")
+    found = (x.shape[-2] for x in beside.values() if isinstance(x, Tensor) and x.ndim == 3)
+    return frozenset([*found, *(text.shape[-2:-1] if isinstance(text, Tensor) else ())])
 
 
 def _sequence(row: Row, tokens: Tokens) -> TokenGrid:
