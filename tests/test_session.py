@@ -14,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from sparge import SparsePolicy, TokenGrid, Unsupported
 from sparge.common.metrics import rel_l2
+from sparge.order.places import dealt_places
 from sparge.speed.measuring_cost import UNLIMITED, Afforded
 from sparge.tune import (
     MEASURING,
@@ -265,6 +266,23 @@ def test_calls_of_one_size_may_have_other_exact_ends(qkv, aim: Aim | None) -> No
         assert isinstance(plan, Plan)
         found = plan.policy.exact_prefix, plan.policy.exact_suffix
         assert found == (ends or (GRID.prefix, GRID.suffix))
+
+
+@pytest.mark.parametrize("aim", [None, BUDGET], ids=["manual", "auto"])
+def test_tokens_that_ranks_were_dealt_give_what_one_gets(qkv, aim: Aim | None) -> None:
+    """Text, then the clip with an image that lies on no grid of it, each dealt by itself."""
+    grid = TokenGrid(3, 12, 14, prefix=8, tail=168)
+    places, outs = dealt_places((8, 672), 2), []
+    for ranks in (1, 2):
+        session, model = session_of(aim, steps=2, dense_steps=1), Model(1, grid, HEADS, ranks)
+        given = qkv if ranks == 1 else tuple(x[:, :, places] for x in qkv)
+        for step in range(2):
+            running = session.begin_step(step, model, "cpu", policy=SparsePolicy(topk=0.3))
+            out = running.attend(0, *given)
+            running.end()
+        assert not running.reasons, "sparse"
+        outs.append(out)
+    torch.testing.assert_close(outs[1], outs[0][:, :, places], rtol=0, atol=5e-3)
 
 
 def test_a_session_that_has_ended_holds_no_order_on_the_device() -> None:

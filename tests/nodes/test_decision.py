@@ -79,8 +79,8 @@ def test_masked_self_attention_may_come_in_parts(decision, settings, layout_of, 
     assert decision.Decision.of(call, layout, settings(min_tokens=0)).why_exact == reason
 
 
-#: Queries, keys and kind of calls of a clip of 4 frames of 80 tokens, whose model is given 77 tokens
-#: of text, a picture of 257, and 30 tokens of sound.
+#: Queries, keys and kind of calls of a clip of 4 frames of 80 tokens, whose model is given 77 of
+#: text, 257 of a picture and 30 of sound.
 CALLS = {
     "a frame of queries (Animate 2)": (80, 320, "PART"),
     "with the keys of its pose": (80, 400, "PART"),

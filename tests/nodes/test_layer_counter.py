@@ -152,7 +152,8 @@ def test_the_blocks_of_a_unet_have_the_numbers_that_comfyui_says(unet):
     assert [(layer.number, layer.row, layer.beside) for layer in layers] == [
         (number, number, False) for number in (0, 1, 4, 8)
     ]
-    assert found.next(at("output", 1, 1), 14, HEADS).row == 8 + 9, "SVD's over time, in the same block"
+    over_time = found.next(at("output", 1, 1), 14, HEADS)
+    assert over_time.row == 8 + 9, "SVD's, in the same block"
     unknown = found.next(at("output", 9), 256, HEADS)
     assert unknown.number == 5, "counted, where the model has no such block"
     # Perturbed attention guidance leaves the self-attention of the middle out.

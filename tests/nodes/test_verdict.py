@@ -110,6 +110,12 @@ def test_sound_that_is_longer_than_a_frame_is_not_the_clip(told):
     assert REPLACED in got.line
 
 
+def test_sound_as_long_as_the_clip_is_not_taken_for_it(told):
+    """Nor the clip for sound: nothing tells them apart but their order."""
+    got = told(lambda attend: [attend(TOKENS, TOKENS), attend(TOKENS, TEXT)], sound=TOKENS)
+    assert got.tally.sparse == 2 and "computed" in got.picture and "reach" not in got.line
+
+
 def test_a_picture_is_no_clip(told):
     got = told(lambda attend: attend(64, TEXT), latent=(1, 16, 16))
     assert "the picture's " + REPLACED in got.line
