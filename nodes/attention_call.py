@@ -77,6 +77,7 @@ class AttentionCall(GivenCall):
             )
             + ((_REFERENCES,) if references is None else ()),
             reference_tokens=references or 0,
+            heads=self.q.shape[0] * self.heads,
         )
 
     @property

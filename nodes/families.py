@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torch import Tensor
+
 from ..sparge import TokenGrid
 from ..sparge.sampling import TokenLayout
 from ..sparge.tune import TextPosition
@@ -41,8 +43,6 @@ class Family:
     """Entry of transformer_options that names layers whose self-attention the model leaves out."""
     branches: Callable[[ModelInputs], tuple[TokenGrid, ...]] | None = None
     """Other sequences that attend to themselves in the same layers."""
-    calls: Callable[[ModelInputs], int] | None = None
-    """Most self-attention calls under one layer number; one where there is none."""
     frame_by_frame: bool = False
     """Whether each frame of the grid attends on its own, to the whole grid and to what belongs to
     it."""
@@ -84,7 +84,7 @@ def _heads_of_first_layer(model: Any) -> int | None:
 
 
 _FIRST, _LAST, _NONE = TextPosition.FIRST, TextPosition.LAST, TextPosition.NONE
-_PIXEL_DIT = Family("PixelDiT", _FIRST, _spatial, off_grid.pixel_dit, calls=off_grid.pixel_calls)
+_PIXEL_DIT = Family("PixelDiT", _FIRST, _spatial, off_grid.pixel_dit)
 
 #: Rows by class name, so that nothing here imports a model; subclasses inherit their parent's row.
 FAMILIES: Mapping[str, Family] = {
@@ -93,9 +93,7 @@ FAMILIES: Mapping[str, Family] = {
         "CogVideoX", _FIRST, _spatial_and_temporal, off_grid.text_first
     ),
     "WanModel": Family("Wan", _NONE, _as_published, off_grid.wan),
-    "VaceWanModel": Family(
-        "Wan", _NONE, _as_published, off_grid.wan_of_time, calls=off_grid.vace_calls
-    ),
+    "VaceWanModel": Family("Wan", _NONE, _as_published, off_grid.wan_of_time),
     "CameraWanModel": Family("Wan", _NONE, _as_published, off_grid.wan_of_time),
     "WanModel_S2V": Family("Wan", _NONE, _as_published, off_grid.wan_sound_to_video),
     "HumoWanModel": Family("Wan", _NONE, _as_published, off_grid.wan_humo),
@@ -162,13 +160,15 @@ def token_layout(
     family = next((FAMILIES[name] for name in names if name in FAMILIES), None)
     given = extras or {}
     counts, text = LayerCounts.of(model, given), off_grid.length(context)
+    sequences = [x for x in given.values() if isinstance(x, Tensor) and x.ndim == 3]
+    prompts = frozenset(map(off_grid.length, sequences))
     if family is None:
         name = unlisted_models.name_of(names)
         remark, layers = unlisted_models.remark_of(name), unlisted_models.layers_of(model)
         layers = counts.total or layers
         return ModelLayout(
             family=name, blocks=counts.total, refiners=counts.refiners, counts=counts,
-            remark=remark, layers=layers, context=text,
+            remark=remark, layers=layers, context=text, prompts=prompts,
         )  # fmt: skip
     patch, cells = family.patch(model), latent_shape[2:]
     layout = ModelLayout(
@@ -182,6 +182,7 @@ def token_layout(
         left_out_key=family.left_out_key,
         frame_by_frame=family.frame_by_frame,
         context=text,
+        prompts=prompts,
         masked=given.get("attention_mask") is not None,
     )
     if layout.grid is None:
@@ -192,7 +193,5 @@ def token_layout(
         layout,
         tokens=beside.around(layout.grid),
         branches=family.branches(inputs) if family.branches else (),
-        # Room for one call that nobody knew of.
-        calls=max(2, family.calls(inputs) if family.calls else 1),
         loose_frames=beside.loose_frames,
     )

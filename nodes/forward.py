@@ -64,10 +64,10 @@ class Forward(ServedPass):
         """Result of a call, sparse when nothing speaks against it, else from dense()."""
         if self.handing_on:
             return dense()
-        decision, options = self.decision(given), given.transformer_options
-        kind = decision.kind
-        if kind is Kind.SELF or (kind is Kind.PART and self.layout.text is None):
-            layer = self.layers.next(options, decision.tokens)
+        decision, options, facts = self.decision(given), given.transformer_options, given.facts
+        whole = min(facts.query_tokens, facts.key_tokens) >= self.layout.grid_tokens
+        if decision.kind is Kind.SELF or (decision.kind is Kind.PART and whole):
+            layer = self.layers.next(options, decision.tokens, given.heads)
         else:  # one of several calls in a layer
             layer = self.layers.peek(options)
         return self.serve(given, decision, layer, dense)

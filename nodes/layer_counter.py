@@ -2,9 +2,10 @@
 """Numbers the attention calls of a forward pass by layer (transformer block).
 
 Where ComfyUI says which layer runs it is asked. In other models (LTXV, Mochi, CogVideoX) calls are
-counted, one self-attention over the grid a layer. A layer whose call does not come would shift all
-after it: skip-layer guidance replaces layers, STG leaves their self-attention out (of LTXV with
-sound; without sound it does nothing). Both say so in the options of a pass.
+counted, one self-attention over the grid a layer, or several that have its heads between them, as
+nodes make them that save memory. A layer whose call does not come would shift all after it:
+skip-layer guidance replaces layers, STG leaves their self-attention out (of LTXV with sound;
+without sound it does nothing). Both say so in the options of a pass.
 """
 
 from __future__ import annotations
@@ -34,10 +35,11 @@ class LayerCounter:
     calls: int = 0
     """Calls counted so far: the number of the running layer, in models that publish none."""
     _of_layer: dict[int, int] = field(default_factory=dict, repr=False)
+    _heads_left: int = field(default=0, repr=False)  # of the running layer, whose calls are to come
     _refiners: int = field(default=0, repr=False)  # refiners whose calls came
     _shortened: int | None = field(default=None, repr=False)
 
-    def next(self, options: Mapping[str, Any], tokens: int) -> Layer:
+    def next(self, options: Mapping[str, Any], tokens: int, heads: int) -> Layer:
         """Layer of a self-attention call over so many tokens, which is counted."""
         published = self._published(options)
         if published is None and self._refiners < self.layout.refiners:
@@ -45,11 +47,14 @@ class LayerCounter:
         again = published is None and self.calls > 0 and self._is_without_text(tokens)
         if not again and not self._counts(tokens, published is not None):
             return self.peek(options)
-        if not again:
+        if heads <= self._heads_left:
+            self._heads_left -= heads
+        elif not again:
             left_out = self._left_out(options)
             while self.calls in left_out:
                 self.calls += 1
             self.calls += 1
+            self._heads_left = (self.layout.heads or heads) - heads
         number = self.calls - 1 if published is None else published
         earlier = self._of_layer.get(number, 0)
         self._of_layer[number] = earlier + 1
@@ -83,7 +88,7 @@ class LayerCounter:
 
     def at(self, layer: int) -> None:
         """Sets the layer that runs next."""
-        self.calls = layer
+        self.calls, self._heads_left = layer, 0
 
     def _is_without_text(self, tokens: int) -> bool:
         """Whether a call is of pictures alone where text stands with them: the second one of a

@@ -230,17 +230,6 @@ def refined(inputs: ModelInputs) -> tuple[TokenGrid, ...]:
     return (TokenGrid(*inputs.grid), *of_images)
 
 
-def vace_calls(inputs: ModelInputs) -> int:
-    """Number of calls of a Wan VACE block: its own, and one for each control."""
-    shape = inputs.shape("vace_context")  # (batch, controls, channels, time, height, width)
-    return 1 + shape[1] if len(shape) > 1 else 1
-
-
-def pixel_calls(inputs: ModelInputs) -> int:
-    """Number of calls of PixelDiT's last patch block: its own, and those of both pixel blocks."""
-    return 3
-
-
 def length(value: Any) -> int:
     """Number of tokens of (batch, tokens, width)."""
     return value.shape[1] if isinstance(value, Tensor) and value.ndim > 1 else 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -26,7 +26,7 @@ from ..sparge.kernels.warmup import warm_up
 from ..sparge.sampling import Run, TokenLayout
 from ..sparge.sdpa import AttentionMode
 from ..sparge.speed.backend import TORCH
-from ..sparge.tune import PassFacts, SigmaWindow, TextPosition, fitted
+from ..sparge.tune import PassFacts, SessionPass, SigmaWindow, TextPosition, fitted
 from . import host, report
 from .settings import Settings
 from .words import WAN_WRAPPER
@@ -170,14 +170,25 @@ class WanWrapperHook:
         latent, step = given["x"][0], given["current_step"]
         device = latent.device
         of_run = carried.of_run or carried.begin_run(self._new_run(device), self._node_id)
-        layout, run = _layout(transformer, latent), of_run.run
-        unusable = run.meet(layout, device)
-        if step < self._start_step:
-            return None
+        layout, run = _layout(transformer, latent, given), of_run.run
+        unusable, native = run.meet(layout, device), step < self._start_step
         facts = PassFacts((int(bool(given.get("is_uncond"))),), step)
         policy = fitted(run.asked, device)
-        begun = run.session.begin_pass(layout, policy, device, facts, usable=unusable is None)
+        usable = unusable is None and not native
+        begun = run.session.begin_pass(layout, policy, device, facts, usable=usable)
+        if native:
+            self._count(run, begun, layout, entries=len(given["x"]))
+            return None
         return Forward(run=run, layout=layout, begun=begun, unusable=unusable)
+
+    def _count(self, run: Run, begun: SessionPass, layout: TokenLayout, entries: int) -> None:
+        """Counts the self-attention of a pass before start_step, which the pack's own attention
+        computes. entries: of its batch."""
+        tokens = layout.grid_tokens
+        for row in range(layout.layers or 0):
+            begun.record.add_dense(row, entries * (layout.heads or 1) * tokens**2)
+            run.tally.add_dense(f"before start_step {self._start_step}", tokens, False)
+        begun.end()
 
     def _new_run(self, device: torch.device) -> Run:
         """Begins a run. Waits for the kernels."""
@@ -188,7 +199,7 @@ class WanWrapperHook:
         return run
 
 
-def _layout(transformer: Any, latent: Tensor) -> TokenLayout:
+def _layout(transformer: Any, latent: Tensor, given: Mapping[str, Any]) -> TokenLayout:
     """Layout of a pass over a latent (channels, time, height, width). Frames of reference beside
     the clip make another number of tokens, which stay in the order they come."""
     sizes = zip(latent.shape[1:], transformer.patch_size, strict=True)
@@ -200,4 +211,14 @@ def _layout(transformer: Any, latent: Tensor) -> TokenLayout:
         tokens=TokenGrid(time, height, width),
         heads=transformer.num_heads,
         layers=len(transformer.blocks),
+        prompts=frozenset(_lengths(given)) | {getattr(transformer, "text_len", 0)},
     )
+
+
+def _lengths(given: Mapping[str, Any]) -> Iterator[int]:
+    """Yields the lengths of the sequences of features (..., tokens, width) that a pass is given,
+    the prompt's among them."""
+    for name, value in given.items():
+        for x in value if isinstance(value, list | tuple) else (value,):
+            if name != "x" and isinstance(x, Tensor) and x.ndim in (2, 3):
+                yield x.shape[-2]

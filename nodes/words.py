@@ -29,10 +29,9 @@ WORDS = HostWords(
 )
 
 _NO_CALL_OF_WRAPPER = Why(
-    f"{_NO_CALL}the run ended before start_step, a node after this one sets another attention "
-    "mode, or the model computes attention past that mode (radial attention, MultiTalk, or "
-    "torch.compile with fullgraph)",
-    ("No attention call reached this node", "Lower start_step, or put it last"),
+    f"{_NO_CALL}a node after this one sets another attention mode, or the model computes attention "
+    "past that mode (radial attention, MultiTalk, or torch.compile with fullgraph)",
+    ("No attention call reached this node", "Put it last, before the sampler"),
 )
 #: In WanVideoWrapper, which says where its attention goes by the attention mode.
 WAN_WRAPPER = replace(

@@ -96,7 +96,8 @@ def test_vector_loads_need_whole_steps(odd: str) -> None:
 
 @pytest.fixture
 def queued(pretended_gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The parameters of every launch, by its entry; nothing is launched."""
+    """The parameters of every launch, by its entry, and the bytes of lists where it has such;
+    nothing is launched."""
     parameters: dict[str, Any] = {}
     sizes = {
         "means": MeansSizes(slices=4),
@@ -107,8 +108,10 @@ def queued(pretended_gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> dict[s
     def find_kernel(entry: str, *_: object) -> SimpleNamespace:
         return SimpleNamespace(entry=entry, sizes=sizes.get(entry), static_shared=20_000)
 
-    def queue(kernel: SimpleNamespace, grid: object, params: Structure, _: int = 0) -> None:
+    def queue(kernel: SimpleNamespace, grid: object, params: Structure, lists: int = 0) -> None:
         parameters[kernel.entry] = params
+        if lists:
+            parameters["bytes of lists"] = lists
 
     monkeypatch.setattr(launch, "find_kernel", find_kernel)
     monkeypatch.setattr(launch, "queue", queue)
@@ -131,13 +134,26 @@ def test_the_mean_key_is_sampled_in_long_orders_alone(queued: dict[str, Any]) ->
 def run_kernels(
     queued: dict[str, Any], pretended_gpu: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., dict[str, Any]]:
-    """run_kernels(policy, causal, mask, (order, head_settings)): what the ops' functions queue."""
+    """run_kernels(policy, causal, mask, (order, head_settings), tokens): what the ops' functions
+    queue."""
     stages = {name: getattr(ops, f"_{name}") for name in ("quantize", "route", "attend")}
     monkeypatch.setattr(pretended_gpu, "ops", SimpleNamespace(**stages))
 
+<<<<<<< HEAD
     def run(policy: SparsePolicy, causal: bool, mask: Any = None, others: Any = ()) -> Any:
         q = torch.zeros(1, 2, GRID.tokens, 64, dtype=torch.bfloat16)
         call = make_call(q, q, q, policy, "HND", causal, 0.125, None, mask, *others)
+=======
+    def run(
+        policy: SparsePolicy,
+        causal: bool,
+        mask: Any = None,
+        others: Any = (),
+        tokens: int = GRID.tokens,
+    ) -> Any:
+        q = torch.zeros(1, 2, tokens, 64, dtype=torch.bfloat16)
+        call = make_call(q, q, q, policy, "HND", causal, 0.125, None, mask, None, *others)
+>>>>>>> w/counts
         pretended_gpu.run_kernels(call, torch.empty_like(q), None, None)
         return queued
 
@@ -167,6 +183,17 @@ def test_what_a_policy_says_reaches_the_kernels(run_kernels) -> None:
     told = run_kernels(replace(endless, precision=Precision.INT8_FP16), True)
     assert told["route"].exact_prefix == told["route"].exact_suffix == GRID.tokens, "in 32 bits"
     assert "attend" in told, "FP16 values have no kernel with wgmma"
+
+
+@pytest.mark.parametrize(
+    ("blocks", "words"), [(10, 1 + 1 + 1), (33, 2 + 1 + 1), (2049, 65 + 2 + 1)]
+)
+def test_a_list_has_a_bit_a_key_block_and_a_bit_a_tile_and_a_word_that_ends_it(
+    run_kernels, blocks: int, words: int
+) -> None:
+    """In words of 32, as csrc/attend/block_list.cuh writes them; a tile is 64 key blocks."""
+    policy = SparsePolicy(topk=0.5, precision=Precision.INT8_FP16)
+    assert run_kernels(policy, False, tokens=64 * blocks)["bytes of lists"] == 4 * words
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from sparge import SparsePolicy, TokenGrid, Unsupported
 from sparge.common.metrics import rel_l2
+from sparge.order.places import dealt_places
 from sparge.speed.measuring_cost import UNLIMITED, Afforded
 from sparge.tune import (
     MEASURING,
@@ -87,7 +88,11 @@ def test_the_first_steps_are_exact_and_the_others_sparse(qkv) -> None:
     assert report.reasons == {f"one of the first {DENSE} steps": DENSE * LAYERS}
     assert (report.densities.by_step[:, :DENSE] == 1).all()
     assert (report.densities.by_step[:, DENSE:] < 1).all()
-    assert report.densities.overall == pytest.approx(0.5, abs=0.1)
+    found = report.densities
+    assert found.of_sparse_calls == pytest.approx(0.5, abs=0.1)
+    of_steps = found.of_sparse_calls * (STEPS - DENSE) + DENSE
+    assert found.overall == pytest.approx(of_steps / STEPS), "with those of the dense steps"
+    assert f"{found.overall:.1%} of attention was computed" in str(report)
     (shape,) = report.shapes
     assert shape.density.shape == (LAYERS, HEADS) and shape.layers.tolist() == [0, 1]
     assert "a mean density of 50 %" in str(report)
@@ -157,19 +162,21 @@ def test_a_device_may_be_named_in_two_ways(qkv) -> None:
     assert list(session.report().reasons) == ["one of the first 1 steps"]
 
 
-@pytest.mark.parametrize("why", ["backward", "cross-attention", "meta", "192"])
+@pytest.mark.parametrize("why", ["backward", "differ in number", "meta", "192", "fewer layers"])
 def test_some_calls_are_exact_in_every_step(qkv, why: str) -> None:
     q, k, v = (x.clone() for x in qkv)
     given = {
         "backward": (q.requires_grad_(), k, v),
-        "cross-attention": (q.detach(), k[:, :, :77], v[:, :, :77]),
+        "differ in number": (q.detach(), k[:, :, :77], v[:, :, :77]),
         "meta": tuple(x.to("meta") for x in (q, k, v)),
         "192": tuple(torch.cat([x] * 3, -1) for x in qkv),  # head_dim
+        "fewer layers": qkv,
     }[why]
+    layer = 10**9 if why == "fewer layers" else 0
     session = session_of(steps=3, dense_steps=0 if why == "192" else 1)
     for step in range(3):
         running = session.begin_step(step, ONE_LAYER, "cpu")
-        out = running.attend(0, *given)
+        out = running.attend(layer, *given)
         running.end()
         if why != "meta":
             assert torch.equal(out, scaled_dot_product_attention(*given))
@@ -259,6 +266,23 @@ def test_calls_of_one_size_may_have_other_exact_ends(qkv, aim: Aim | None) -> No
         assert isinstance(plan, Plan)
         found = plan.policy.exact_prefix, plan.policy.exact_suffix
         assert found == (ends or (GRID.prefix, GRID.suffix))
+
+
+@pytest.mark.parametrize("aim", [None, BUDGET], ids=["manual", "auto"])
+def test_tokens_that_ranks_were_dealt_give_what_one_gets(qkv, aim: Aim | None) -> None:
+    """Text, then the clip with an image that lies on no grid of it, each dealt by itself."""
+    grid = TokenGrid(3, 12, 14, prefix=8, tail=168)
+    places, outs = dealt_places((8, 672), 2), []
+    for ranks in (1, 2):
+        session, model = session_of(aim, steps=2, dense_steps=1), Model(1, grid, HEADS, ranks)
+        given = qkv if ranks == 1 else tuple(x[:, :, places] for x in qkv)
+        for step in range(2):
+            running = session.begin_step(step, model, "cpu", policy=SparsePolicy(topk=0.3))
+            out = running.attend(0, *given)
+            running.end()
+        assert not running.reasons, "sparse"
+        outs.append(out)
+    torch.testing.assert_close(outs[1], outs[0][:, :, places], rtol=0, atol=5e-3)
 
 
 def test_a_session_that_has_ended_holds_no_order_on_the_device() -> None:

@@ -26,9 +26,16 @@ UNKNOWN_TOKENS = (
 )
 #: Remark on such calls of a model that several GPUs share.
 TEXT_NOT_EXACT = "several GPUs share the model, and text was not exact: nobody says where it stands"
-#: Remark on sparse calls of some of the queries.
-PART_AS_IT_COMES = "the model attends frame by frame: those calls keep their tokens as they come"
-FEWER_QUERIES = "fewer queries than keys, which only mode manual serves"
+#: Remarks on sparse calls of other numbers of queries and keys.
+FRAMES_AS_THEY_COME = "the model attends frame by frame: those calls keep their tokens as they come"
+PART_AS_IT_COMES = (
+    "queries and keys differ in number in some calls (a node adds or merges tokens?): those keep "
+    "their tokens as they come, and text among them is not exact"
+)
+DIFFERENT_NUMBERS = (
+    "queries and keys differ in number (a node adds or merges tokens?), which only mode manual "
+    "serves"
+)
 
 
 @dataclass(frozen=True)
@@ -44,21 +51,21 @@ class CallFacts:
     unknown_options: tuple[str, ...] = ()
     reference_tokens: int = 0
     """Image tokens that a model appends after the grid (Flux edits)."""
+    heads: int = 1
+    """Heads of all batch entries."""
 
-    def kind(self, layout: TokenLayout, settings: Settings) -> Kind:
-        """Kind of this call. For models without a row it follows from lengths alone: text is as
-        long as the model was given, and never as long as min_tokens."""
+    @property
+    def pairs(self) -> int:
+        """Number of query-key pairs of all heads and batch entries."""
+        return self.heads * self.query_tokens * self.key_tokens
+
+    def kind(self, layout: TokenLayout, beside: Collection[int] = ()) -> Kind:
+        """Kind of this call, by the lengths of what the model is given. beside: as in
+        `Decision.of`."""
         if self.query_tokens == self.key_tokens:
             return Kind.SELF
-        keys_beside = self.key_tokens - layout.grid_tokens
-        if self.has_mask and layout.grid and keys_beside >= 0:
-            return Kind.PART  # LTXV's guides
-        if layout.frame_by_frame:
-            frame = self.query_tokens == layout.frame_tokens
-            return Kind.PART if frame and keys_beside in (0, layout.frame_tokens) else Kind.CROSS
-        fewer = self.query_tokens < self.key_tokens != layout.context
-        unknown = layout.text is None and self.key_tokens >= settings.min_tokens
-        return Kind.PART if fewer and unknown else Kind.CROSS
+        others = {layout.context, *layout.prompts, *beside} - {layout.grid_tokens}
+        return Kind.CROSS if others & {self.query_tokens, self.key_tokens} else Kind.PART
 
 
 class GivenCall(ABC):
@@ -92,8 +99,10 @@ class Kind(enum.Enum):
 
     SELF = enum.auto()
     PART = enum.auto()
-    """Attention of some queries of a self-attention, maybe with further keys."""
+    """Self-attention, as far as is known, of other numbers of queries and keys: of some queries, or
+    with further keys or merged ones."""
     CROSS = enum.auto()
+    """Attention to the prompt, or between the clip and what is sampled beside it."""
 
 
 @dataclass(frozen=True)
@@ -118,17 +127,18 @@ class Decision:
         cls, call: CallFacts, layout: TokenLayout, settings: Settings, beside: Collection[int] = ()
     ) -> Decision:
         """beside: numbers of tokens of what is sampled beside the clip (sound), alone."""
-        kind, tokens = call.kind(layout, settings), call.query_tokens
+        kind, tokens = call.kind(layout, beside), call.query_tokens
         sequence = tokens
         if kind is Kind.PART:
-            sequence = min(call.key_tokens, layout.grid_tokens or call.key_tokens)
+            longer = max(tokens, call.key_tokens)
+            sequence = min(longer, layout.grid_tokens or longer)
         alone = tokens in beside and tokens != layout.grid_tokens
-        whole = call.key_tokens >= layout.grid_tokens or kind is Kind.SELF
+        long = min(tokens, call.key_tokens) >= layout.frame_tokens
         return cls(
             kind,
             _why_exact(kind, call, layout, settings),
             sequence,
-            tokens >= layout.frame_tokens and not alone and whole,
+            kind is not Kind.CROSS and long and not alone,
             *_ends_and_remarks(kind, call, layout),
         )
 
@@ -147,7 +157,7 @@ def _why_exact(kind: Kind, call: CallFacts, layout: TokenLayout, settings: Setti
     if call.key_tokens < settings.min_tokens:
         return f"fewer than min_tokens ({settings.min_tokens}) tokens"
     if kind is Kind.PART and settings.aim is not None:
-        return FRAME_BY_FRAME if layout.frame_by_frame else FEWER_QUERIES
+        return FRAME_BY_FRAME if layout.frame_by_frame else DIFFERENT_NUMBERS
     if call.query_tokens < layout.frame_tokens:
         return "fewer tokens than a frame has"  # text or sound alone; text stays exact
     return None
@@ -158,7 +168,8 @@ def _ends_and_remarks(
 ) -> tuple[tuple[int, int], tuple[str, ...]]:
     known = (layout.remark,) if layout.remark else ()
     if kind is not Kind.SELF:
-        return (0, 0), known or (PART_AS_IT_COMES,)
+        part = FRAMES_AS_THEY_COME if layout.frame_by_frame else PART_AS_IT_COMES
+        return (0, 0), known or (part,)
     ends = layout.exact_tokens(call.query_tokens, call.reference_tokens)
     if layout.sequence(call.query_tokens) is not None:
         return ends, known

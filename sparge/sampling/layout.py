@@ -9,7 +9,7 @@ from ..tune.sequences import Sequences
 
 #: Number of a layer that the numbers of dense_blocks never mean.
 UNNUMBERED = -1
-#: Rows for the layers of a model that cannot be counted: more than any has.
+#: Rows for the layers of a model that cannot be counted: more than most have.
 _UNCOUNTED_ROWS = 256
 
 
@@ -33,8 +33,8 @@ class TokenLayout(Sequences):
         blocks: layers (transformer blocks) that have numbers, from 0; None where not known.
         refiners: layers that run before them and have no number.
         heads: attention heads of this process; None when they are not known before a call.
-        calls: most self-attention calls under one layer number.
         context: tokens of text that the model is given.
+        prompts: lengths of further sequences beside the clip that it is given, such as pictures.
         remark: what sparse runs of a model without a row say; "" with one.
         layers: about how many self-attentions a model has whose `blocks` are not known.
         ranks: processes that share the tokens outside of attention, which sees them as dealt.
@@ -44,8 +44,8 @@ class TokenLayout(Sequences):
     blocks: int | None = None
     refiners: int = 0
     heads: int | None = None
-    calls: int = 2
     context: int = 0
+    prompts: frozenset[int] = frozenset()
     remark: str = ""
     layers: int | None = None
     ranks: int = 1
@@ -53,21 +53,17 @@ class TokenLayout(Sequences):
     @property
     def rows(self) -> int:
         """Number of rows of tables that hold one for each self-attention layer, as `row` numbers
-        them."""
-        if not self.blocks:
-            return _UNCOUNTED_ROWS
-        return self.calls * self.blocks + self.refiners
+        them, where each is called once. Tables grow for further calls."""
+        return self.blocks + self.refiners if self.blocks else _UNCOUNTED_ROWS
 
     def row(self, layer: int, earlier_calls: int) -> int:
         """Row of a self-attention call in `layer` after `earlier_calls` others there.
 
         Each further call has a row of its own: the control layers of Wan VACE call under the number
-        of the layer that they steer. The row is `rows` or more when there is no room for it.
+        of the layer that they steer, and a node that saves memory calls for some heads at a time.
         """
-        if self.blocks and earlier_calls >= self.calls:
-            return self.rows
-        return layer + earlier_calls * (self.blocks or 0)
+        return layer + earlier_calls * self.rows
 
     def refiner_row(self, refiner: int) -> int:
         """Row of a layer that has no number."""
-        return self.calls * (self.blocks or 0) + refiner
+        return (self.blocks or 0) + refiner

@@ -15,7 +15,8 @@ from ..kernels import capabilities
 from ..speed import Backend, known_table, speed_table
 from ..speed.self_test import WrongKernels
 from ..tune import Session, SigmaWindow, Tally
-from ..tune.head_measuring import Untracked
+from ..tune.records import Untracked
+from ..tune.report import NOT_FINITE
 from ..tune.ways import SpeedOf, speed_matters
 from .layout import TokenLayout
 from .result import RunResult
@@ -119,11 +120,12 @@ class Run:
         """Result of the run when it is over. Waits for the GPU."""
         report = self.session.report()
         ended = self._ended or time.perf_counter()
+        notes = [NOT_FINITE.format(what=report.not_finite)] if report.not_finite else []
         return RunResult(
             self.tally,
             report,
             stopped,
-            tuple(self.notes),
+            (*notes, *self.notes),
             len(self.schedule),
             0.0 if self._began is None else ended - self._began,
             self._words,

@@ -125,13 +125,13 @@ class ServedPass:
                 raise
             self.run.failures.tell("a call was computed dense", error)
             reason = FAILED
-        if decision.kind is not Kind.CROSS and not layer.beside:
-            self.begun.record.dense.add(layer.row)
         result = once.result()
-        if reason != CROSS_ATTENTION:
-            self.run.tally.add_dense(reason, decision.tokens, once.by_eight_bit)
-        else:
+        if reason == CROSS_ATTENTION:
             self.run.tally.add_cross()
+            return result
+        of_layer = decision.kind is not Kind.CROSS and not layer.beside
+        self.begun.record.add_dense(layer.row if of_layer else None, given.facts.pairs)
+        self.run.tally.add_dense(reason, decision.tokens, once.by_eight_bit)
         return result
 
     def _eight_bit(self, given: GivenCall, decision: Decision, row: int | None) -> Tensor | None:

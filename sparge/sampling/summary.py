@@ -31,9 +31,11 @@ def summary(result: RunResult) -> str:
     tokens = tally.grid_tokens if tally.missing else tally.tokens
     parts = [gain(result), f"{tally.family}, {tokens:,} tokens" if tokens else tally.family]
     if tally.sparse:
+        found = result.report.densities
         parts.append(
             f"{tally.sparse} sparse and {tally.dense} dense self-attention calls, "
-            f"density {100 * result.report.densities.overall:.1f} %{_head_range(result)}"
+            f"{100 * found.overall:.1f} % of attention computed; density of sparse calls "
+            f"{100 * found.of_sparse_calls:.1f} %{_head_range(result)}"
         )
         parts.extend(_errors(result))
         if any(shape.one_order for shape in result.report.shapes):
@@ -45,8 +47,8 @@ def summary(result: RunResult) -> str:
         else:
             parts.append(": ".join(filter(None, ["NOTHING WAS SPARSE", why.told])))
         if tally.dense:
-            of = " of text or sound" if tally.missing else ""
-            parts.append(f"{tally.dense} dense self-attention calls{of}")
+            other = "other " if tally.missing else ""
+            parts.append(f"{tally.dense} {other}dense self-attention calls")
     if tally.eight_bit:
         parts.append(f"{tally.eight_bit} dense calls in 8 bits, faster here than exact ones")
     if tally.reasons and not tally.missing:

@@ -95,7 +95,7 @@ def _second(result: RunResult) -> str:
 
 
 def _computed(result: RunResult) -> str:
-    """How much was computed, and how far off it was."""
+    """How much the whole run computed, and how far off it was."""
     share = f"{100 * result.report.densities.overall:.0f} %"
     found = result.report.mean_error("predicted")
     error = "" if found is None else f", error {100 * found:.0f} %"

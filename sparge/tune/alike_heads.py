@@ -11,7 +11,7 @@ from ..order.places import order_as_dealt
 from ..order.variants import VARIANTS
 from ..policy import SparsePolicy
 from .facts import Layout
-from .head_measuring import Untracked
+from .records import Untracked
 from .ways import Choice
 
 

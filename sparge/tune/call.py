@@ -56,6 +56,11 @@ class Call:
         return self.q.shape[3]
 
     @property
+    def pairs(self) -> int:
+        """Number of query-key pairs of all heads and batch entries."""
+        return self.q.shape[:-1].numel() * self.k.shape[2]
+
+    @property
     def size(self) -> Size:
         """Size that its time follows from, of all entries of the batch."""
         return Size(self.query_tokens, self.q.shape[0] * self.head_count, self.head_dim)

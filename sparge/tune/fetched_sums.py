@@ -7,6 +7,7 @@ error_table = fetched.error_table()    # waits for one group of layers after the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,6 +42,22 @@ class FetchedSums:
     """Token orders measured of each layer."""
     copied: list[torch.cuda.Event | None]
     """Event of each layer behind its copies; None where there is nothing to wait for."""
+
+    @classmethod
+    def of(
+        cls,
+        workload: Workload,
+        candidates: CandidateSet,
+        sums: Sequence[Tensor],
+        blocks_measured: list[int],
+        order_kinds: list[range],
+    ) -> FetchedSums:
+        """Room for copies of sums."""
+        error, towards, squares = (
+            torch.zeros_like(x, device="cpu", pin_memory=x.is_cuda) for x in sums
+        )
+        copies, layers = (error, towards, squares), len(blocks_measured)
+        return cls(workload, candidates, copies, blocks_measured, order_kinds, [None] * layers)
 
     def _arrived(self, layers: slice = slice(None)) -> tuple[Array, Array, Array]:
         for event in self.copied[layers]:

@@ -1,33 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers in whose dense results NaN or inf stood, so that their user knows whose fault it is."""
+"""Layers in whose results NaN or inf stood, so that their user hears of it."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-NAN_OF_MODEL = "the model gave NaN here, without Sparge Attention's doing"
-INF_OF_MODEL = "the model gave inf here, without Sparge Attention's doing"
+OF_MODEL = "the model gave {what} here, without Sparge Attention's doing"
 
 
 class FiniteRows:
-    """Rows of dense calls that were looked at, on their device."""
+    """Rows of calls whose results were looked at, on their device."""
 
-    def __init__(self, rows: int, device: torch.device) -> None:
-        self._finite = torch.ones(2, rows, dtype=torch.bool, device=device)
-        """Rows without NaN, and those without inf."""
+    def __init__(self) -> None:
+        self._found: dict[int, Tensor] = {}  # (2,) bool: whether NaN, and inf, came
 
-    def look(self, row: int, dense: Tensor) -> None:
-        """Looks for NaN and inf in a dense result. Never waits."""
-        extremes = torch.stack(torch.aminmax(dense))
-        self._finite[0, row] &= ~extremes.isnan().any()
-        self._finite[1, row] &= ~extremes.isinf().any()
+    def __bool__(self) -> bool:
+        return bool(self._found)
 
-    def reasons(self) -> dict[int, str]:
-        """Reason of each row that was not finite. Waits for the GPU."""
-        no_nan, no_inf = self._finite.tolist()
-        return {
-            row: INF_OF_MODEL if no_nan[row] else NAN_OF_MODEL
-            for row in range(len(no_nan))
-            if not (no_nan[row] and no_inf[row])
-        }
+    def look(self, row: int, out: Tensor) -> None:
+        """Looks for NaN and inf in a result. Never waits, but allocates what outlives the call."""
+        extremes = torch.stack(torch.aminmax(out))
+        found = torch.stack([extremes.isnan().any(), extremes.isinf().any()])
+        self._found[row] = found | self._found[row] if row in self._found else found
+
+    def not_finite(self) -> dict[int, str]:
+        """Rows with something else than finite numbers: "NaN", or "inf" alone. Waits for the
+        GPU."""
+        if not self._found:
+            return {}
+        found = zip(self._found, torch.stack([*self._found.values()]).tolist(), strict=True)
+        return {row: "NaN" if nan else "inf" for row, (nan, inf) in found if nan or inf}

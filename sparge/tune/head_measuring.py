@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -13,23 +13,20 @@ from ..errors import Unsupported
 from .aim import Aim
 from .call import Call, DenseOnce
 from .facts import PassFacts, Place
-from .finite_rows import FiniteRows
+from .finite_rows import OF_MODEL, FiniteRows
 from .kernel_measure import measure_for
 from .measurement import Measurement
+from .records import Untracked
 from .schedule import MeasuringSchedule
 from .step_settings import StepSettings
 from .ways import Choice, RunLength, Ways
 from .workload import Workload
 
 NOT_MEASURED = "this layer could not be measured"
-NO_ROOM = "more attention calls in one block than there is room for"
 NO_MEMORY = "not enough memory to measure this layer"
 TOO_SHORT = "too few steps are left to pay for measuring"
 #: Measuring, or sparse computation, raised an error.
 FAILED = "an error of Sparge Attention (see the log)"
-
-#: Context around allocations that other calls of a layer do without.
-Untracked = Callable[[], AbstractContextManager[None]]
 
 
 class HeadMeasuring:
@@ -68,7 +65,7 @@ class HeadMeasuring:
 
     def refusal(self, row: int) -> str | None:
         """Reason why a layer cannot be measured whatever comes, or None."""
-        return self.why_dense or (NO_ROOM if row >= self.rows else self._refusals.get(row))
+        return self.why_dense or self._refusals.get(row)
 
     def is_done(self, facts: PassFacts) -> bool:
         """Whether enough is known for a sparse pass with these facts."""
@@ -100,7 +97,7 @@ class HeadMeasuring:
                 measure=measure_for(self.device),
                 device=self.device,
             )
-            self._finite = FiniteRows(self.rows, self.device)
+            self._finite = FiniteRows()
         except ValueError as nothing_to_drop:
             self.why_dense = str(nothing_to_drop)
 
@@ -110,7 +107,7 @@ class HeadMeasuring:
         """Inside a dense call: measures it if its pass is to be, and if it may ever be faster
         sparse. Never waits. choice: for calls like this. timed: context around the measurement
         alone."""
-        if row >= self.rows or row in self._refusals:
+        if row in self._refusals:
             return
         if self._least >= choice.break_even[False]:
             self._refusals[row] = choice.why_slower(pools=False)
@@ -179,7 +176,8 @@ class HeadMeasuring:
     def find_not_finite(self) -> None:
         """Once measuring has ended, finds the rows that were not finite. Waits for the GPU."""
         if self._finite is not None and self._measurement is None:
-            self.not_finite, self._finite = self._finite.reasons(), None
+            found, self._finite = self._finite.not_finite(), None
+            self.not_finite = {row: OF_MODEL.format(what=what) for row, what in found.items()}
 
 
 def entries(call: Call, places: Sequence[int], batch_entries: int) -> Iterator[tuple[Tensor, ...]]:

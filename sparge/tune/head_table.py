@@ -14,7 +14,8 @@ from ..speed.measuring_cost import AGAIN_CALLS
 from .aim import Aim
 from .call import Call
 from .facts import PassFacts
-from .head_measuring import NOT_MEASURED, HeadMeasuring, Untracked, entries
+from .head_measuring import NOT_MEASURED, HeadMeasuring, entries
+from .records import Untracked
 from .settings_table import LayerSettings, SettingsTable
 from .shape import Shape
 from .step_settings import StepSettings
@@ -39,7 +40,7 @@ class HeadTable:
         run: RunLength,
         untracked: Untracked,
     ) -> None:
-        self.shape, self.rows, self.device = shape, rows, device
+        self.shape, self.device = shape, device
         self._untracked = untracked
         self.heads = shape.heads
         self._aim, self._policy = aim, policy
@@ -129,8 +130,8 @@ class HeadTable:
         """Settings of the heads of a layer, or the reason why it has to stay dense."""
         if row in self.measuring.not_finite:
             return self.measuring.not_finite[row]
-        of_layers = self._of_layers if row < self.rows else None
-        head_settings = None if of_layers is None else of_layers[row]
+        of_layers = self._of_layers or ()
+        head_settings = of_layers[row] if row < len(of_layers) else None
         return head_settings or self.refusal(row) or NOT_MEASURED
 
     def _give(self, settings: SettingsTable) -> None:
@@ -193,8 +194,9 @@ class HeadTable:
     def density(self) -> Tensor:
         """(rows, heads) float32: the share of attention that each head keeps, forced blocks
         included, the mean over the steps so far; NaN for rows that are not measured."""
-        kept = torch.full((self.rows, self.heads), torch.nan, dtype=torch.float32, device="cpu")
         measured = self._of_layers.measured if self._of_layers is not None else ()
+        shape = len(measured), self.heads
+        kept = torch.full(shape, torch.nan, dtype=torch.float32, device="cpu")
         rows = [row for row, known in enumerate(measured) if known]
         if rows:
             given = self._given()

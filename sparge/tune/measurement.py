@@ -30,7 +30,7 @@ from .workload import Workload
 BLOCKS_A_CALL = 4
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Measurement:
     """Sums over the query blocks measured so far; made by `begin`."""
 
@@ -61,6 +61,8 @@ class Measurement:
     to share an order."""
     fetched: FetchedSums = field(repr=False)
     """Copies of the sums on the host, which arrive as soon as the GPU has measured a layer."""
+    one_order: bool = False
+    """Whether all layers are measured in the first token order alone."""
 
     @classmethod
     def begin(
@@ -77,8 +79,8 @@ class Measurement:
         measure: Measure = reference_measure,
         device: torch.device | str = "cpu",
     ) -> Measurement:
-        """Returns an empty measurement. Allocates all that it keeps, so call it where sampling or a
-        forward pass starts.
+        """Returns an empty measurement. Allocates all that it keeps of so many layers, so call it
+        where sampling or a forward pass starts.
 
         blocks_a_call: query blocks of every head that one `add` measures.
         row_step: one in so many rows of them is compared, as in `spread_rows`.
@@ -99,10 +101,6 @@ class Measurement:
         )
         squares = torch.zeros(layers, 2, heads, len(measured), dtype=torch.float64, device=device)
         blocks_measured, of_layers = [0] * layers, [measured] * layers
-        error, towards, norm = (
-            torch.zeros_like(x, device="cpu", pin_memory=x.is_cuda) for x in (sums, sums, squares)
-        )
-        copies = error, towards, norm
         return cls(
             workload,
             candidates,
@@ -118,7 +116,7 @@ class Measurement:
             blocks_measured,
             earlier_blocks,
             of_layers,
-            FetchedSums(workload, candidates, copies, blocks_measured, of_layers, [None] * layers),
+            FetchedSums.of(workload, candidates, (sums, sums, squares), blocks_measured, of_layers),
         )
 
     def anew(self) -> Measurement:
@@ -144,6 +142,7 @@ class Measurement:
         """Restricts measurements to the first token order. Call it before any `add`: orders
         measured in different calls do not compare."""
         assert not any(self.blocks_measured)
+        self.one_order = True
         self.order_kinds[:] = [self.measured_orders[:1]] * len(self.order_kinds)
 
     def add(
@@ -157,6 +156,7 @@ class Measurement:
         calls: int = 1,
     ) -> None:
         """Measures all candidates on a few query blocks of q (B, H, N, D) over k, v (B, Hkv, N, D).
+        Allocates for more layers than it was begun with.
 
         calls: number of usual measurements whose query blocks this one covers.
 
@@ -165,6 +165,8 @@ class Measurement:
         token orders that are measured are measured in the same call, because the error of a head
         can halve from one step to the next (docs/experiments.md, Choosing an order by the keys).
         """
+        if layer >= len(self.blocks_measured):
+            self._grow(max(layer + 1, 2 * len(self.blocks_measured)))
         blocks = self.next_query_blocks(layer, calls)
         softmax_scale = q.shape[-1] ** -0.5 if scale is None else scale
         if k.shape[1] != q.shape[1]:
@@ -184,6 +186,20 @@ class Measurement:
             self._add(layer, self.measure(call))
         self.blocks_measured[layer] += len(blocks)
         self._fetch(layer)
+
+    def _grow(self, layers: int) -> None:
+        more = layers - len(self.blocks_measured)
+        own = self.squared_error, self.towards_mean, self.squared_norm
+        grown = [torch.cat([x, x.new_zeros(more, *x.shape[1:])]) for x in own]
+        self.squared_error, self.towards_mean, self.squared_norm = grown
+        self.blocks_measured += [0] * more
+        self.order_kinds += [self.measured_orders[: 1 if self.one_order else None]] * more
+        self.fetched = FetchedSums.of(
+            self.workload, self.candidates, grown, self.blocks_measured, self.order_kinds
+        )
+        for layer, blocks in enumerate(self.blocks_measured):
+            if blocks:
+                self._fetch(layer)
 
     def next_query_blocks(self, layer: int, calls: int = 1) -> list[int]:
         """Query blocks that the next `add` of `layer` measures; computed on the host."""

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import enum
 import statistics
+from collections import Counter as Multiset
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,10 @@ from ..order.recording import being_recorded
 from ..speed.table import Size
 from ..stats import AttentionStats, Counter
 from .call import Call
+from .finite_rows import FiniteRows
+
+#: Context around allocations that other calls of a layer do without.
+Untracked = Callable[[], AbstractContextManager[None]]
 
 
 class Way(enum.Enum):
@@ -78,38 +83,90 @@ class PassRecord:
     them."""
 
     step: int
-    rows: int
     stats: AttentionStats | None
     """Counters of the pass; None in a pass that cannot be sparse."""
     pairs: Tensor | None
     """(rows, counters) int64 on the device of the pass, as in `AttentionStats`."""
     spans: Spans
     """Times of its calls."""
-    dense: set[int] = field(default_factory=set)
-    """Rows of layers whose self-attention was dense."""
+    untracked: Untracked = nullcontext
+    """As in `Session`."""
+    looked_at: int | None = None
+    """Row whose sparse result is looked at; None for that of the first sparse call."""
+    dense: Multiset[int | None] = field(default_factory=Multiset)
+    """Query-key pairs of dense self-attention calls by row; those of None are of no layer of the
+    clip, such as of text or sound beside it."""
+    finite: FiniteRows = field(default_factory=FiniteRows)
+    """Sparse results that were looked at."""
+    last_row: int | None = None
+    """Row of the last sparse call or, before there is one, of the last dense one."""
+    _has_sparse: bool = field(default=False, repr=False)
 
     @classmethod
-    def begin(cls, step: int, rows: int, device: torch.device, may_be_sparse: bool) -> PassRecord:
-        if not may_be_sparse:
-            return cls(step, rows, None, None, Spans(device))
-        pairs = torch.zeros(rows, len(Counter), dtype=torch.int64, device=device)
-        return cls(step, rows, AttentionStats(device), pairs, Spans(device))
+    def begin(
+        cls,
+        step: int,
+        rows: int,
+        device: torch.device,
+        may_be_sparse: bool,
+        untracked: Untracked = nullcontext,
+        looked_at: int | None = None,
+    ) -> PassRecord:
+        """rows: number of those that are expected."""
+        stats = pairs = None
+        if may_be_sparse:
+            stats = AttentionStats(device)
+            pairs = torch.zeros(rows, len(Counter), dtype=torch.int64, device=device)
+        return cls(step, stats, pairs, Spans(device), untracked, looked_at)
+
+    @property
+    def rows(self) -> int:
+        """Number of rows that may hold something."""
+        rows = (row + 1 for row in self.dense.copy() if row is not None)
+        return max(0 if self.pairs is None else len(self.pairs), *rows, 0)
+
+    def add_dense(self, row: int | None, pairs: int) -> None:
+        """Counts a dense self-attention call. row: as in `dense`."""
+        self.dense[row] += pairs
+        if row is not None and not self._has_sparse:
+            self.last_row = row
 
     def stats_of(self, row: int) -> AttentionStats:
-        """Counters for a sparse call of a layer. Layers past the last row count there."""
+        """Counters for a sparse call of a layer. Allocates for more rows than were expected."""
         assert self.stats is not None and self.pairs is not None
-        self.stats.counters = self.pairs[min(row, self.rows - 1)]
+        self.last_row, self._has_sparse = row, True
+        if (missing := row + 1 - len(self.pairs)) > 0:
+            with self.untracked():
+                more = self.pairs.new_zeros(max(missing, len(self.pairs)), len(Counter))
+                self.pairs = torch.cat([self.pairs, more])
+        self.stats.counters = self.pairs[row]
         return self.stats
+
+    def look(self, row: int, out: Tensor) -> None:
+        """Looks for NaN and inf in one sparse result of the pass. Never waits.
+
+        Layers and steps hand them on, so the last layer has what came before it: a look at each
+        would take longer and tell no more.
+        """
+        if self.finite or self.looked_at not in (None, row) or being_recorded(out.device):
+            return
+        with self.untracked():
+            self.finite.look(row, out)
 
 
 @dataclass(frozen=True, eq=False)
 class Densities:
-    """Shares of the attention that was computed."""
+    """Shares of the query-key pairs that self-attention calls computed: dense calls all of theirs,
+    sparse ones what they kept."""
 
     overall: float
-    """Share in all sparse calls; 1 when there were none."""
+    """Share in the whole run, what users are told; 1 when no call came."""
+    of_sparse_calls: float
+    """Share in its sparse calls, what a budget is of; 1 when there were none."""
+    of_steps: Tensor
+    """(steps,) float32: share in each step, NaN where no call came."""
     by_step: Tensor
-    """(rows, steps) float32: 1 where calls were dense, NaN where none was made."""
+    """(rows, steps) float32: likewise of each layer."""
 
     @property
     def layers(self) -> Tensor:
@@ -121,21 +178,30 @@ class Densities:
         """Sums up records. Waits for the devices."""
         steps = max((record.step for record in records), default=-1) + 1
         rows = max((record.rows for record in records), default=0)
-        pairs = torch.zeros(2, rows, steps, dtype=torch.int64, device="cpu")
-        dense = torch.zeros(rows, steps, dtype=torch.bool, device="cpu")
+        of_no_layer = rows
+        # Of each row, and of no layer: pairs that were computed, and all.
+        sparse = torch.zeros(2, rows + 1, steps, dtype=torch.int64, device="cpu")
+        dense = torch.zeros_like(sparse[0])
         for record in records:
             if record.pairs is not None:
                 counts = record.pairs.cpu().T
-                pairs[:, : record.rows, record.step] += counts[[Counter.KEPT, Counter.VALID]]
-            for row in tuple(record.dense):  # a pass on another device may be adding to it
-                dense[min(row, rows - 1), record.step] = True
-        kept, valid = pairs
-        by_step = (kept.to(torch.float32) / valid).where(valid > 0, torch.nan)
-        total = int(valid.sum())
+                sparse[:, : counts.shape[1], record.step] += counts[[Counter.KEPT, Counter.VALID]]
+            for row, pairs in record.dense.copy().items():  # another thread may be adding to it
+                dense[of_no_layer if row is None else row, record.step] += pairs
+        every = sparse + dense
+        overall, of_sparse_calls = (x.sum((1, 2), keepdim=True) for x in (every, sparse))
         return cls(
-            int(kept.sum()) / total if total else 1.0,
-            torch.where(by_step.isnan() & dense, 1.0, by_step),
+            float(_shares(overall).nan_to_num(1.0)),
+            float(_shares(of_sparse_calls).nan_to_num(1.0)),
+            _shares(every.sum(1)).float(),
+            _shares(every[:, :of_no_layer]).float(),
         )
+
+
+def _shares(pairs: Tensor) -> Tensor:
+    """Float64 shares of (2, ...) pairs that were computed, and all; NaN of none."""
+    computed, every = pairs.double()
+    return computed / every
 
 
 @dataclass(frozen=True)

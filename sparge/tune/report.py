@@ -18,6 +18,11 @@ from .head_weights import mean_error
 from .measured_shape import MeasuredShape
 from .records import Densities, RunTime
 
+#: Remark on sparse calls whose results are no numbers.
+NOT_FINITE = (
+    "{what} in the results of sparse calls: see whether it stays when all calls are dense, as the "
+    "model may give it by itself"
+)
 BLOCKS_OF = {OrderKind.CUBES: "cubes", OrderKind.ROWS: "rows"}
 
 
@@ -32,6 +37,8 @@ class Report:
     reasons: Mapping[str, int]
     """Number of dense calls by the reason why they were not sparse, the most frequent first."""
     time: RunTime
+    not_finite: str = ""
+    """What stood in results of sparse calls that is no number, "NaN" or "inf"."""
 
     @cached_property
     def layers(self) -> Tensor:
@@ -40,8 +47,8 @@ class Report:
 
     @property
     def by_step(self) -> Tensor:
-        """(layers, steps) float32: share of attention that was computed, 1 where it was dense, NaN
-        in steps without any."""
+        """(layers, steps) float32: share of attention that was computed, NaN in steps without
+        any."""
         return self.densities.by_step[self.layers]
 
     def of_heads(self, name: str) -> Tensor:
@@ -70,7 +77,13 @@ class Report:
 
     def __str__(self) -> str:
         wanted = f", for {self.aim}" if self.aim else ""
-        lines = [f"Sparse calls kept {self.densities.overall:.1%} of their pairs{wanted}."]
+        found = self.densities
+        lines = [
+            f"{found.overall:.1%} of attention was computed; sparse calls kept "
+            f"{found.of_sparse_calls:.1%} of their pairs{wanted}."
+        ]
+        if self.not_finite:
+            lines.append(NOT_FINITE.format(what=self.not_finite) + ".")
         for reason, count in self.reasons.items():
             lines.append(f"{count} calls were dense: {reason.rstrip('.')}.")
         return "\n".join(lines)
@@ -78,8 +91,7 @@ class Report:
     def details(self) -> Iterator[str]:
         """Lines on what was asked for and on what each step and each layer did.
 
-        Densities of steps are means over the layers that ran: 100 % where all were dense, - where
-        none ran.
+        Densities of steps are 100 % where all calls were dense, - where none came.
         """
         if self.aim is not None:
             yield f"Asked for {self.aim}."
@@ -91,9 +103,8 @@ class Report:
         if order_kinds:
             taken = (f"{BLOCKS_OF[kind]} in {order_kinds[kind]}" for kind in sorted(order_kinds))
             yield f"Blocks of tokens by head: {', '.join(taken)}."
-        if self.by_step.numel():
-            means = self.by_step.nanmean(0).tolist()
-            shares = ("-" if math.isnan(share) else f"{100 * share:.0f}" for share in means)
+        if of_steps := self.densities.of_steps.tolist():
+            shares = ("-" if math.isnan(share) else f"{100 * share:.0f}" for share in of_steps)
             yield f"Density by step, %: {' '.join(shares)}."
         if line := self.time.line():
             yield line

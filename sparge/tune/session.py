@@ -29,11 +29,10 @@ from .aim import Aim
 from .alike_heads import AlikeHeads
 from .eight_bit import EightBitDense
 from .facts import Conditioning, Layout, PassFacts, Place
-from .head_measuring import Untracked
 from .head_table import HeadTable
 from .measured_shape import MeasuredShape
 from .model import Model
-from .records import Densities, PassRecord, RunTime
+from .records import Densities, PassRecord, RunTime, Untracked
 from .report import Report
 from .session_pass import SessionPass
 from .shape import Shape
@@ -85,12 +84,14 @@ class Session:
         self._sparse_steps = sparse_steps
         self.aim = aim
         self._speed, self._tables = speed, dict[torch.device, SpeedTable | None]()
+        self._untracked = untracked
         self._ways = Ways(self._tables.get, exact_dense or aim is None, even_if_slower)
         self._heads = (
             AlikeHeads(untracked) if aim is None else HeadTables(aim, left, untracked, self._ways)
         )
         self._dense = EightBitDense()
         self._passes: list[SessionPass] = []
+        self._rows = 0  # most that a pass had
 
     @property
     def tables(self) -> HeadTables:
@@ -126,7 +127,11 @@ class Session:
             tables = self._heads.begin(layout, policy, device, facts) if usable else {}
         elif may_be_sparse:
             self._heads.begin(layout, facts.step, device)
-        record = PassRecord.begin(facts.step, layout.rows, device, may_be_sparse)
+        self._rows = max([self._rows, layout.rows, *(x.record.rows for x in self._passes[-1:])])
+        looked_at = self._passes[-1].record.last_row if self._passes else None
+        record = PassRecord.begin(
+            facts.step, self._rows, device, may_be_sparse, self._untracked, looked_at
+        )
         begun = SessionPass(
             self._heads, self._ways, device, layout, policy, facts, tables, record, self._dense,
         )  # fmt: skip
@@ -160,7 +165,10 @@ class Session:
         passes = [(begun.record.step, begun.record.spans) for begun in self._passes]
         time = RunTime.of(passes)
         shapes = tuple(MeasuredShape.of(table) for table in self.chosen)
-        return Report(self.aim, densities, shapes, dict(reasons.most_common()), time)
+        looked = (begun.record.finite.not_finite() for begun in self._passes)
+        found = [what for of_pass in looked for what in of_pass.values()]
+        counted = dict(reasons.most_common())
+        return Report(self.aim, densities, shapes, counted, time, min(found, default=""))
 
     def end(self) -> None:
         """Gives back what outlives the run on the devices."""

@@ -101,6 +101,7 @@ class SessionPass:
         """
         layer = whole_number("layer", layer, 0)
         call = Call.of(q, k, v, layout, scale)
+        is_of_model = layer < self.layout.rows
         entries, prompts = call.q.shape[0], len(self.facts.conditioning)
         if entries % prompts:
             raise ValueError(
@@ -111,6 +112,8 @@ class SessionPass:
         dense = DenseOnce(compute, partial(self.eight_bit, call, layer))
         try:
             self._check(call)
+            if not is_of_model:
+                raise Unsupported(f"the model has fewer layers than {layer + 1}")
             out = self.sparse(call, layer, dense)
             if not isinstance(out, str):
                 return out
@@ -120,7 +123,7 @@ class SessionPass:
                 raise
             reason = refusal.reason
         self.reasons[reason] += 1
-        self.record.dense.add(layer)
+        self.record.add_dense(layer if is_of_model else None, call.pairs)
         return dense.result()
 
     def eight_bit(self, call: Call, row: int | None) -> Tensor | None:
@@ -159,7 +162,7 @@ class SessionPass:
         if q.device != self.device:
             raise Unsupported(f"tensors on {q.device} in a pass on {self.device}")
         if q.shape[2] != k.shape[2]:
-            raise Unsupported("cross-attention: queries and keys differ in number")
+            raise Unsupported("queries and keys differ in number")
         check_inference(q, k, v)
 
     def sparse(
@@ -175,6 +178,7 @@ class SessionPass:
         with self._timed(Way.SPARSE, call):
             out = call.sparse(plan.policy, stats, plan.order, plan.head_settings)
         with suppress(torch.OutOfMemoryError):  # the result is there
+            self.record.look(row, out)
             self.measure_again(plan, row, call)
         return out
 
@@ -218,7 +222,7 @@ class SessionPass:
             grid = self.layout.sequence(tokens) if call.k.shape[2] == tokens else None
             prefix, suffix = ends or ((grid.prefix, grid.suffix) if grid else (0, 0))
             policy = replace(self.policy, exact_prefix=prefix, exact_suffix=suffix)
-            shape = Shape(tokens, call.head_count, grid, self.layout.rows, self.layout.ranks)
+            shape = Shape(tokens, call.head_count, grid, self.layout.ranks)
             looks = self._looks[key] = _LookAlikes(self._choice(call), policy, shape)
         return looks
 

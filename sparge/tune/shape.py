@@ -19,8 +19,6 @@ class Shape:
     heads: int
     grid: TokenGrid | None
     """Token grid; None where the tokens stay in the order they come."""
-    rows: int = 0
-    """Number of rows of the pass. Conditionings with more VACE controls make more calls."""
     ranks: int = 1
     """Number of processes that share the tokens outside of attention, which sees them as dealt."""
 

@@ -16,8 +16,8 @@ import torch
 from ..policy import SparsePolicy
 from .aim import Aim
 from .facts import Layout, PassFacts
-from .head_measuring import Untracked
 from .head_table import HeadTable
+from .records import Untracked
 from .shape import Shape
 from .ways import RunLength, Ways
 
@@ -103,8 +103,7 @@ class HeadTables:
             shapes = {shape for *place, shape in self._met if place == [device, which]}
         if layout.heads is not None:
             shapes |= {
-                Shape(grid.tokens, layout.heads, grid, layout.rows, layout.ranks)
-                for grid in layout.expected
+                Shape(grid.tokens, layout.heads, grid, layout.ranks) for grid in layout.expected
             }
         return shapes
 

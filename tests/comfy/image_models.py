@@ -242,6 +242,9 @@ FAMILIES: dict[str, Tiny] = {
             ],
         },
     ),
+    "minimax h3, eight heads": replace(
+        _MINIMAX, config=_MINIMAX.config | {"num_attention_heads": 8}
+    ),
     "hunyuan 1.5": _HUNYUAN_15,
     "flux 2": _FLUX_2,
     "flux 2 edit": replace(_FLUX_2, extra={"reference_latents": [noise(128, 18, 20)]}),

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import comfy.ldm.genmo.joint_model.asymm_models_joint
+import comfy.ldm.minimax.model
 import comfy.ldm.wan.model
 import comfy.model_management
 import comfy.sample
@@ -19,7 +20,7 @@ import image_models
 import models
 import nodes as comfy_nodes
 import torch
-from comfy.ldm.modules.attention import attention_pytorch
+from comfy.ldm.modules.attention import attention_pytorch, optimized_attention
 from comfy_api.torch_helpers import set_torch_compile_wrapper
 from comfy_extras import nodes_context_windows, nodes_easycache, nodes_model_advanced
 from comfy_extras.nodes_hypertile import HyperTile
@@ -86,6 +87,61 @@ def replaced_attention(model: Any) -> Any:
     return clone
 
 
+def two_heads_at_a_time(model: Any) -> Any:
+    """Object patches over the attention of each block of MiniMax H3, which save memory."""
+    whole = comfy.ldm.minimax.model.optimized_attention
+
+    def in_pairs(q: Any, k: Any, v: Any, heads: int, **kwargs: Any) -> torch.Tensor:
+        q, k, v = (x.take() for x in (q, k, v))
+        pairs = (slice(first, first + 2) for first in range(0, heads, 2))
+        outs = [whole(q[:, two], k[:, two], v[:, two], 2, **kwargs) for two in pairs]
+        return torch.cat(outs, -1)
+
+    def patched(attention: Any) -> Any:
+        inner = attention.forward
+
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with replaced(comfy.ldm.minimax.model, "optimized_attention", in_pairs):
+                return inner(*args, **kwargs)
+
+        return types.MethodType(forward, attention)
+
+    clone = model.clone()
+    for index, block in enumerate(model.model.diffusion_model.blocks):
+        place = f"diffusion_model.blocks.{index}.attn.forward"
+        clone.add_object_patch(place, patched(block.attn))
+    return clone
+
+
+def other_keys(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Any], Any]:
+    """Patch of a U-Net whose self-attentions have these keys and values."""
+
+    def patched(model: Any) -> Any:
+        clone = model.clone()
+        clone.set_model_attn1_patch(lambda q, k, v, _: (q, change(k), change(v)))
+        return clone
+
+    return patched
+
+
+def queries_in_halves(model: Any) -> Any:
+    """Replacements of a U-Net's self-attentions, which save memory."""
+
+    def halves(q: Any, k: Any, v: Any, options: dict[str, Any]) -> torch.Tensor:
+        heads = options["n_heads"]
+        outs = [
+            optimized_attention(part, k, v, heads, transformer_options=options)
+            for part in q.chunk(2, 1)
+        ]
+        return torch.cat(outs, 1)
+
+    clone = model.clone()
+    for side in ("input", "middle", "output"):
+        for number in range(6):
+            clone.set_model_attn1_replace(halves, side, number)
+    return clone
+
+
 #: What other nodes and packs make of a model.
 PATCHES: dict[str, Callable[[Any], Any]] = {
     "": lambda model: model,
@@ -100,6 +156,10 @@ PATCHES: dict[str, Callable[[Any], Any]] = {
     "merged tokens": lambda m: TomePatchModel.execute(m, 0.3).result[0],
     "tiles": lambda m: HyperTile.execute(m, 128, 2, 0, False)[0],
     "perturbed": lambda m: PerturbedAttentionGuidance.execute(m, 3.0).result[0],
+    "heads apart": two_heads_at_a_time,
+    "keys of a reference": other_keys(lambda x: torch.cat([x, x.flip(1) + 1], 1)),
+    "merged keys": other_keys(lambda x: x.unflatten(1, (-1, 4)).mean(2)),
+    "queries in halves": queries_in_halves,
     "pose cache": lambda m: WanAnimate2Cache.execute(m, "cpu").result[0],
 }
 

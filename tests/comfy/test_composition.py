@@ -9,6 +9,11 @@ from tests.comfy.expected import BLOCKS, EIGHT_BIT, FAST, SPARSE_STEPS, STEPS, W
 
 ALL = {"topk": 1.0}
 SPARSE = SPARSE_STEPS * BLOCKS
+DIFFERENT = (
+    "queries and keys differ in number (a node adds or merges tokens?), which only mode manual "
+    "serves"
+)
+LISTED = "listed in dense_blocks"
 DENSE_AND_CROSS = BLOCKS + STEPS * BLOCKS
 
 
@@ -108,8 +113,45 @@ def test_nodes_that_change_the_tokens_of_a_unet(comfyui, before):
         assert {call["tokens"] for call in everything["calls"]} == {256}
     if before != "perturbed":
         assert everything["cross"] == auto["cross"] == STEPS * 8
-    fewer = "fewer queries than keys, which only mode manual serves"
-    assert auto["reasons"].get(fewer, 0) == (STEPS * 3 if before == "merged tokens" else 0)
+    assert auto["reasons"].get(DIFFERENT, 0) == (STEPS * 3 if before == "merged tokens" else 0)
+
+
+#: Calls of the 8 self-attentions of the U-Net, and those of them with fewer keys than min_tokens.
+OTHER_NUMBERS = {
+    "keys of a reference": (8, 0),
+    "merged keys": (8, 5),
+    "queries in halves": (16, 0),
+}
+
+
+@pytest.mark.parametrize("before", OTHER_NUMBERS)
+def test_self_attention_of_other_numbers_of_queries_and_keys(comfyui, before):
+    """It is no cross-attention, which the U-Net has in each block as well."""
+    calls, short = OTHER_NUMBERS[before]
+    everything, auto = comfyui.sampled("square unet", ALL, FAST, before=before)
+    fewer = {"fewer than min_tokens (100) tokens": STEPS * short} if short else {}
+    assert everything["sparse"] == SPARSE_STEPS * (calls - short)
+    assert everything["reasons"] == {WINDOW: calls - short} | fewer
+    assert everything["error"] < 0.02
+    assert auto["reasons"] == {DIFFERENT: STEPS * (calls - short)} | fewer
+    assert "cross-attention" not in auto["verdict"] and "NOTHING WAS SPARSE" in auto["verdict"]
+    for got in (everything, auto):
+        assert got["cross"] == STEPS * 8
+
+
+def test_calls_for_some_heads_at_a_time(comfyui):
+    """Four calls a layer in a model that publishes no block, of two prompts one by one."""
+    layers, calls = 2, 4
+    a_step = 2 * layers * calls
+    widgets = ALL, ALL | {"dense_blocks": "0"}, FAST, FAST | {"start_percent": 0.0}
+    runs = comfyui.sampled("minimax h3, eight heads", *widgets, before="heads apart")
+    everything, listed, auto, first = runs
+    assert everything["sparse"] == auto["sparse"] == SPARSE_STEPS * a_step
+    assert auto["reasons"] == {WINDOW: a_step}
+    assert listed["reasons"] == {WINDOW: a_step, LISTED: SPARSE_STEPS * a_step // layers}
+    assert first["reasons"] == {"measuring": a_step}
+    assert everything["error"] < EIGHT_BIT and auto["error"] < 0.1
+    assert len(auto["by_step"]) == layers * calls
 
 
 COND, UNCOND = [0], [1]

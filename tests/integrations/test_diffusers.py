@@ -135,7 +135,7 @@ def test_a_budget_is_kept_by_measured_heads(name: str) -> None:
         tiny(4)
     result = handle.result
     assert result is not None and result.tally.sparse == 3 * CALLS[name]
-    assert result.report.densities.overall == pytest.approx(0.5, abs=0.06)
+    assert result.report.densities.of_sparse_calls == pytest.approx(0.5, abs=0.06)
     predicted = result.report.mean_error("predicted")
     assert predicted is not None and 0.01 < predicted < 0.5
     by_step = result.report.by_step.nanmean(0)
@@ -206,7 +206,7 @@ def test_a_second_enable_replaces_the_first() -> None:
     tiny(1)
     assert first.result is None and first.models == []
     assert second.result is not None
-    assert second.result.report.densities.overall == pytest.approx(0.5, abs=0.1)
+    assert second.result.report.densities.of_sparse_calls == pytest.approx(0.5, abs=0.1)
     first.disable()
     second.disable()
     assert not tiny.pipe.transformer._forward_hooks

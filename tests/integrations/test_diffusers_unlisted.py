@@ -101,17 +101,22 @@ def test_a_model_with_cross_attention_alone_says_so() -> None:
             self.transformer_blocks = torch.nn.ModuleList([torch.nn.Identity()])
             self.transformer_blocks[0].forward = self._attend
 
-        def _attend(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.nn.functional.scaled_dot_product_attention(x, x[:, :, :9], x[:, :, :9])
+        def _attend(self, x: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.scaled_dot_product_attention(x, text, text)
 
-        def forward(self, hidden_states: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
-            return self.transformer_blocks[0](hidden_states)
+        def forward(
+            self,
+            hidden_states: torch.Tensor,
+            timestep: torch.Tensor,
+            encoder_hidden_states: torch.Tensor,
+        ) -> torch.Tensor:
+            return self.transformer_blocks[0](hidden_states, encoder_hidden_states[:, None])
 
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
     scheduler.set_timesteps(1)
     pipe = SimpleNamespace(transformer=Linear(), scheduler=scheduler)
     with enable(pipe, "manual", min_tokens=100) as handle, torch.inference_mode():
-        pipe.transformer(torch.randn(1, 2, 320, 64), scheduler.timesteps)
+        pipe.transformer(torch.randn(1, 2, 320, 64), scheduler.timesteps, torch.randn(1, 9, 64))
     assert handle.result is not None and handle.result.tally.cross == 1
     assert handle.line == "NOTHING WAS SPARSE; all attention calls were cross-attention"
 

@@ -82,6 +82,20 @@ def test_what_outlives_a_call_is_made_between_calls(load_pack, sampled, step, mo
     }
 
 
+@pytest.mark.parametrize(("batch", "prompts"), [([0, 0], 1), ([1, 0, 0], 2)])
+def test_a_prompt_that_is_twice_in_a_batch_is_measured_once(
+    load_pack, sampled, step, monkeypatch, batch, prompts
+):
+    """Prompts of regions are all positive ones."""
+    measurement, measured = load_pack("sparge.tune").Measurement, []
+    add = measurement.add
+    monkeypatch.setattr(
+        measurement, "add", lambda *args, **named: (measured.append(1), add(*args, **named))
+    )
+    got = sampled(step, DENSE_THEN_SPARSE, conditionings=(batch,), **AUTO)
+    assert len(measured) == prompts * BLOCKS and got.tally.sparse > 0
+
+
 @pytest.fixture
 def dense_calls(load_pack, monkeypatch):
     """Results of the dense attention under the node, as a list; set `.error` to raise it."""

@@ -35,7 +35,7 @@ def layout_of(load_pack):
 
 @pytest.fixture(scope="module")
 def why(decision, settings, layout_of):
-    layout, widgets = layout_of(), settings(min_tokens=1000)
+    layout, widgets = layout_of(context=77), settings(min_tokens=1000)
 
     def reason(tokens=1000, keys=None, **facts):
         call = decision.CallFacts(tokens, tokens if keys is None else keys, **facts)
@@ -68,45 +68,58 @@ def test_all_but_long_self_attention_has_a_reason(why, case, reason):
     [
         (320, True, "attention mask"),  # some queries of a masked self-attention: LTXV's guides
         (340, True, "attention mask"),
-        (319, True, "cross-attention"),
-        (320, False, "cross-attention"),
+        (24, True, "cross-attention"),
+        (24, False, "cross-attention"),
+        (320, False, None),
     ],
 )
 def test_masked_self_attention_may_come_in_parts(decision, settings, layout_of, keys, mask, reason):
     call = decision.CallFacts(200, keys, has_mask=mask)
-    layout = layout_of((4, 8, 10), "NONE")
+    layout = layout_of((4, 8, 10), "NONE", context=24)
     assert decision.Decision.of(call, layout, settings(min_tokens=0)).why_exact == reason
 
 
-#: Queries, keys and kind of calls: of Wan Animate 2, whose clip has 4 frames of 80 tokens, and of
-#: models without a row that were given 77 tokens of text.
+#: Queries, keys and kind of calls of a clip of 4 frames of 80 tokens, whose model is given 77 of
+#: text, 257 of a picture and 30 of sound.
 CALLS = {
-    "Animate: a frame of queries": (80, 320, "PART"),
-    "Animate: with the keys of its pose": (80, 400, "PART"),
-    "Animate: text": (320, 24, "CROSS"),
-    "Animate: long text": (320, 400, "CROSS"),
-    "Animate: text of the poses": (240, 400, "CROSS"),
-    "Animate: outside the steps of the poses": (320, 320, "SELF"),
-    "Animate: the pose branch": (240, 240, "SELF"),
+    "a frame of queries (Animate 2)": (80, 320, "PART"),
+    "with the keys of its pose": (80, 400, "PART"),
+    "the pose branch": (240, 240, "SELF"),
+    "the clip": (320, 320, "SELF"),
     "merged queries (ToMe)": (179, 256, "PART"),
     "queries behind cached keys (HiDream O1)": (256, 300, "PART"),
     "keys of image and text (Stable Cascade)": (576, 653, "PART"),
-    "text": (256, 77, "CROSS"),
+    "keys of a reference": (320, 640, "PART"),
+    "merged keys": (320, 160, "PART"),
+    "few merged keys": (64, 16, "PART"),
+    "text": (320, 77, "CROSS"),
     "text of a small level of a U-Net": (64, 77, "CROSS"),
-    "few keys": (64, 99, "CROSS"),
+    "text that attends to all": (77, 397, "CROSS"),
+    "a picture of the prompt": (320, 257, "CROSS"),
+    "the clip to sound": (320, 30, "CROSS"),
+    "sound to the clip": (30, 320, "CROSS"),
+    "sound to text": (30, 77, "CROSS"),
 }
 
 
+@pytest.mark.parametrize("known", [True, False], ids=["with a row", "without"])
 @pytest.mark.parametrize("case", CALLS)
-def test_what_attends_to_what(decision, settings, layout_of, case):
-    widgets = settings(min_tokens=100)
-    animate = layout_of((4, 8, 10), "NONE", frame_by_frame=True)
+def test_what_attends_to_what(decision, settings, layout_of, case, known):
+    """Lengths that nothing else has tell text, pictures and sound; what is left is no
+    cross-attention as far as anybody knows."""
+    given = {"context": 77, "prompts": frozenset({257})}
+    layout = layout_of((4, 8, 10), "NONE", **given) if known else layout_of(**given)
     queries, keys, kind = CALLS[case]
-    call = decision.CallFacts(queries, keys)
-    layout = animate if case.startswith("Animate") else layout_of(context=77)
-    assert decision.Decision.of(call, layout, widgets).kind is decision.Kind[kind]
-    with_a_row = decision.Decision.of(call, layout_of((4, 8, 10), "NONE"), widgets)
-    assert with_a_row.kind is not decision.Kind.PART
+    found = decision.Decision.of(decision.CallFacts(queries, keys), layout, settings(), beside={30})
+    assert found.kind is decision.Kind[kind]
+
+
+@pytest.mark.parametrize("queries", [80, 320])
+def test_sound_as_long_as_the_clip_tells_nothing(decision, settings, layout_of, queries):
+    """The clip attends to itself, in parts or not, in as many tokens."""
+    layout, call = layout_of((4, 8, 10), "NONE"), decision.CallFacts(queries, 320)
+    found = decision.Decision.of(call, layout, settings(min_tokens=0), beside={320})
+    assert (found.is_of_clip, found.why_exact) == (True, None)
 
 
 @pytest.mark.parametrize("frames", [True, False])
@@ -114,7 +127,7 @@ def test_parts_of_a_self_attention_are_for_manual_mode(decision, settings, layou
     layout = layout_of((4, 8, 10), "NONE", frame_by_frame=True) if frames else layout_of()
     call = decision.CallFacts(80, 320)
     manual, auto = settings(min_tokens=100), settings(min_tokens=100, mode="auto quality")
-    why = decision.FRAME_BY_FRAME if frames else decision.FEWER_QUERIES
+    why = decision.FRAME_BY_FRAME if frames else decision.DIFFERENT_NUMBERS
     assert decision.Decision.of(call, layout, manual).why_exact is None
     assert decision.Decision.of(call, layout, auto).why_exact == why
 

@@ -20,14 +20,16 @@ FLAGS = {"skip_reshape": True}
 @pytest.fixture
 def table(load_pack, monkeypatch):
     """table(exact seconds): makes this the speed table of calls that keep every pair; 8-bit dense
-    ones take a second, and measurements no time. Gives the names of the backends asked for."""
+    ones take a second, and the host some to queue them, and measurements no time. Gives the names
+    of the backends asked for."""
     speed, state, backends = load_pack("sparge.speed"), load_pack("sparge.sampling.run"), []
     monkeypatch.delenv("SPARGE_REFERENCE", raising=False)
     monkeypatch.setattr(load_pack("sparge.tune.ways"), "FEWEST_TOKENS", 1)
     monkeypatch.setattr(state, "unusable_reason", lambda device: None)
 
-    def pretend(exact, sparse=0.1):
-        cost = [speed.Cost(0, 0, 0, seconds / PAIRS) for seconds in (exact, 1.0, sparse)]
+    def pretend(exact, sparse=0.1, host=0.0):
+        ways = (exact, 0.0), (1.0, host), (sparse, 0.0)
+        cost = [speed.Cost(of_host, 0, 0, seconds / PAIRS) for seconds, of_host in ways]
         found = speed.SpeedTable({}, "", {64: speed.Times(*cost, margin=0.0)})
 
         def known(device, backend):
@@ -97,6 +99,13 @@ def test_calls_that_the_user_wants_dense_are_in_eight_bits(table, run, widgets):
     table(2.0)
     tally = run(**widgets).tally
     assert (tally.eight_bit, tally.sparse) == (3 * BLOCKS, 0)
+
+
+@pytest.mark.parametrize(("host", "faster"), [(3.9, True), (4.1, False)])
+def test_the_gpu_waits_for_half_of_what_the_host_takes(table, run, host, faster):
+    """The rest of a layer covers the other half."""
+    table(2.0, host=host)
+    assert run().tally.eight_bit == (BLOCKS if faster else 0)
 
 
 def test_not_where_exact_is_faster_nor_in_manual_mode(table, run):

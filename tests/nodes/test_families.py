@@ -353,15 +353,16 @@ def test_the_refiners_of_omnigen2_have_grids_of_their_own(families):
     )
 
 
-@pytest.mark.parametrize(("controls", "calls"), [(0, 2), (1, 2), (2, 3), (5, 6)])
-def test_room_for_the_calls_of_all_vace_controls(families, controls, calls):
-    given = {"vace_context": torch.zeros(1, controls, 96, 4, 16, 20)} if controls else {}
-    vace = model("VaceWanModel", blocks=[0] * 30, **WAN)
-    layout = families.token_layout(vace, VIDEO, None, given)
-    assert layout.rows == calls * 30
-    rows = {layout.row(block, call) for block in range(30) for call in range(calls)}
-    assert rows == set(range(layout.rows))
-    assert layout.row(0, calls) == layout.rows, "and there for no more"
+def test_each_call_of_a_layer_has_a_row(families):
+    """However many there are: a control of VACE, some heads at a time, or one of a refiner."""
+    lists = {"context_refiner": [0] * 2, "noise_refiner": [0] * 2}
+    layout = families.token_layout(
+        model("NextDiT", layers=[0] * 30, **Z_IMAGE | lists), (1, 16, 16, 20)
+    )
+    numbered = [layout.row(block, call) for call in range(60) for block in range(30)]
+    rows = [*numbered, *(layout.refiner_row(refiner) for refiner in range(4))]
+    assert len(rows) == len(set(rows)), "none has that of another"
+    assert numbered[:30] == [*range(30)] and layout.rows == 34
 
 
 def test_heads_are_known_before_a_call(families):

@@ -35,9 +35,10 @@ def step(generator):
 
 @pytest.fixture
 def run(sampled, step):
-    """run(sigmas, ...): a run of a model that the pack does not know."""
+    """run(sigmas, ...): a run of a model that the pack does not know, with 77 tokens of text."""
+    context = torch.zeros(1, 77, 8)
     return lambda sigmas=(0.5,), model=None, **given: sampled(
-        given.pop("step", step), sigmas, model or torch.nn.Module(), **given
+        given.pop("step", step), sigmas, model or torch.nn.Module(), context=context, **given
     )
 
 

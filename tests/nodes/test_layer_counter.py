@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+HEADS = 8
 WAN: dict[str, Any] = {"patch_size": (1, 2, 2), "blocks": [0] * 30}
 
 
@@ -36,7 +37,7 @@ def ltx(counter):
 
 def numbers(counter, *tokens, options=None):
     """Numbers of the blocks of calls over so many tokens."""
-    return [counter.next(options or {}, count).number for count in tokens]
+    return [counter.next(options or {}, count, HEADS).number for count in tokens]
 
 
 def test_models_that_publish_their_block_are_asked(counter):
@@ -51,7 +52,7 @@ def test_models_that_publish_their_block_are_asked(counter):
     assert flux.peek({"block_index": 0, "block": ("input", 1)}).number == 7, "a U-Net's"
     patch = {"patch_temporal": 1, "patch_spatial": 2}
     cosmos = counter("MiniTrainDIT", blocks=[0] * 4, **patch)  # it does not say how many it has
-    assert [cosmos.next({"block_index": n}, 320).row for n in (0, 3, 3)] == [0, 3, 7]
+    assert [cosmos.next({"block_index": n}, 320, HEADS).row for n in (0, 3, 3)] == [0, 3, 7]
 
 
 def test_a_second_call_under_one_block_number_has_a_row_of_its_own(counter):
@@ -60,11 +61,12 @@ def test_a_second_call_under_one_block_number_has_a_row_of_its_own(counter):
     grid, short = wan.layout.grid_tokens, wan.layout.frame_tokens + 7
     places = []
     for block, tokens in [(0, short), (0, grid), (0, grid), (1, grid), (2, grid), (2, grid)]:
-        layer = wan.next({"block_index": block, "total_blocks": 30, "block_type": "double"}, tokens)
+        published = {"block_index": block, "total_blocks": 30, "block_type": "double"}
+        layer = wan.next(published, tokens, HEADS)
         assert not layer.beside
         places.append((layer.number, layer.row))
     assert places == [(0, 0), (0, 0), (0, 30), (1, 1), (2, 2), (2, 32)]
-    assert wan.layout.rows == 60
+    assert wan.layout.rows == 30
 
 
 def test_the_picture_alone_attends_a_second_time_in_a_layer_of_sd35_medium(counter):
@@ -76,20 +78,35 @@ def test_the_picture_alone_attends_a_second_time_in_a_layer_of_sd35_medium(count
         patch_size=2,
         joint_blocks=[0] * 24,
     )
-    layers = [sd3.next({}, tokens) for tokens in (110, 80, 110, 80, 110, 110)]
+    layers = [sd3.next({}, tokens, HEADS) for tokens in (110, 80, 110, 80, 110, 110)]
     assert [layer.number for layer in layers] == [0, 0, 1, 1, 2, 3]
     assert [layer.row for layer in layers] == [0, 24, 1, 25, 2, 3]
-    assert sd3.layout.rows == 48 and not any(layer.beside for layer in layers)
+    assert not any(layer.beside for layer in layers)
 
 
 def test_calls_that_are_counted(ltx):
     grid = ltx.layout.grid_tokens
-    layers = [ltx.next({}, n) for n in (10, grid, 10, grid)]
+    layers = [ltx.next({}, n, HEADS) for n in (10, grid, 10, grid)]
     assert [layer.number for layer in layers] == [0, 0, 0, 1]
     assert [layer.beside for layer in layers] == [True, False, True, False]
     assert [layers[i].row for i in (1, 3)] == [0, 1]
     assert layers[2].row == 5, "where it disturbs no block's"
     assert ltx.peek({}).number == 1
+
+
+@pytest.mark.parametrize("chunks", [[14] * 4, [12, *4 * [11]]], ids=["alike", "not alike"])
+def test_calls_for_some_heads_at_a_time_are_of_one_layer(counter, chunks):
+    """A node that saves memory makes such calls in MiniMax H3, which publishes no block."""
+    blocks = [SimpleNamespace(attn=SimpleNamespace(heads=56))] * 3
+    found = counter("MiniMaxH3Model", text=24, patch_size=(1, 2, 2), blocks=blocks)
+    tokens = found.layout.tokens.tokens
+    layers = [found.next({}, tokens, heads) for _ in range(3) for heads in chunks]
+    count = len(chunks)
+    assert [layer.number for layer in layers] == [block for block in range(3) for _ in chunks]
+    assert [layer.row for layer in layers[:count]] == [3 * call for call in range(count)]
+    assert len({layer.row for layer in layers}) == len(layers)
+    found.at(1)
+    assert found.next({}, tokens, chunks[0]).number == 1, "a layer that runs in part is over"
 
 
 @pytest.mark.parametrize("shortened", [True, False])
@@ -98,7 +115,7 @@ def test_sound_that_follows_is_no_block(ltx, shortened):
     video = ltx.layout.grid_tokens - (60 if shortened else 0)
     sound = ltx.layout.frame_tokens + 7
     assert numbers(ltx, *(video, sound, sound) * 3) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
-    assert ltx.next({}, video).row == 3
+    assert ltx.next({}, video, HEADS).row == 3
 
 
 def test_text_that_attends_to_itself_first_is_no_block(counter):
@@ -129,30 +146,32 @@ def at(side, number, index=0):
 
 def test_the_blocks_of_a_unet_have_the_numbers_that_comfyui_says(unet):
     found = unet()
-    assert (found.layout.blocks, found.layout.rows) == (9, 18)
+    assert (found.layout.blocks, found.layout.rows) == (9, 9)
     places = [at("input", 2), at("input", 2, 1), at("middle", 0, 2), at("output", 1, 1)]
-    layers = [found.next(place, 256) for place in places]
+    layers = [found.next(place, 256, HEADS) for place in places]
     assert [(layer.number, layer.row, layer.beside) for layer in layers] == [
         (number, number, False) for number in (0, 1, 4, 8)
     ]
-    assert found.next(at("output", 1, 1), 14).row == 8 + 9, "SVD's over time, in the same block"
-    unknown = found.next(at("output", 9), 256)
+    over_time = found.next(at("output", 1, 1), 14, HEADS)
+    assert over_time.row == 8 + 9, "SVD's, in the same block"
+    unknown = found.next(at("output", 9), 256, HEADS)
     assert unknown.number == 5, "counted, where the model has no such block"
     # Perturbed attention guidance leaves the self-attention of the middle out.
     perturbed = unet()
-    assert perturbed.next(at("input", 2), 256).row == 0
-    assert perturbed.next(at("output", 0), 256).row == 5
+    assert perturbed.next(at("input", 2), 256, HEADS).row == 0
+    assert perturbed.next(at("output", 0), 256, HEADS).row == 5
 
 
 @pytest.mark.parametrize("numbered", [True, False], ids=["Z-Image", "OmniGen 2"])
 def test_refiners_come_before_the_blocks_and_have_no_number(load_pack, counter, numbered):
     lists = {"context_refiner": [0] * 2, "noise_refiner": [0] * 2, "ref_image_refiner": [0] * 2}
     found = counter("NextDiT", layers=[0] * 30, patch_size=2, **lists)
-    assert found.layout.rows == 2 * 30 + 4, "without a reference its refiner does not run"
-    refiners = [found.next({}, tokens) for tokens in (24, 24, 320, 320)]
-    blocks = [found.next({"block_index": n} if numbered else {}, 344) for n in range(3)]
+    assert found.layout.rows == 30 + 4, "without a reference its refiner does not run"
+    refiners = [found.next({}, tokens, HEADS) for tokens in (24, 24, 320, 320)]
+    published = [{"block_index": n} if numbered else {} for n in range(3)]
+    blocks = [found.next(options, 344, HEADS) for options in published]
     assert [(layer.number, layer.row) for layer in blocks] == [(0, 0), (1, 1), (2, 2)]
-    assert [layer.row for layer in refiners] == [60, 61, 62, 63]
+    assert [layer.row for layer in refiners] == [30, 31, 32, 33]
     spans = load_pack("sparge.tune").LayerSpans.parse("0-29, -30--1, 60").of_total(30)
     assert not any(layer.number in span for layer in refiners for span in spans)
 
@@ -168,8 +187,8 @@ def test_blocks_are_passed_over_where_the_model_leaves_their_self_attention_out(
     parents = (type("LTXBaseModel", (SimpleNamespace,), {}),)
     plain, guided = (counter(name, parents=parents, transformer_blocks=[0] * 5) for _ in range(2))
     both = plain.layout.grid_tokens, plain.layout.frame_tokens + 7  # the block's sound has its row
-    every = [[plain.next({}, n) for n in both] for _ in range(5)]
-    found = [[guided.next(STG, n) for n in both] for _ in range(3)]
+    every = [[plain.next({}, n, HEADS) for n in both] for _ in range(5)]
+    found = [[guided.next(STG, n, HEADS) for n in both] for _ in range(3)]
     assert found == [every[block] for block in blocks]
 
 
@@ -185,7 +204,7 @@ class Model:
         for block in range(5):
 
             def run(args: dict[str, Any], block: int = block) -> dict[str, Any]:
-                self.seen.append((block, options[key].next(options, self.tokens).number))
+                self.seen.append((block, options[key].next(options, self.tokens, HEADS).number))
                 return args
 
             if ("double_block", block) in replaced:

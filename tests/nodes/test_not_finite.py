@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NaN and inf that the model gives by itself are said where they are seen: while measuring."""
+"""NaN and inf are said where they are seen: while measuring, where the model gives them by itself,
+and in the results of sparse calls."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def nothing(q, k, v):
 @pytest.fixture
 def told(sampled, generator):
     """told(spoil, which, first, **widgets): a run whose layers of these numbers are spoiled from
-    that pass on."""
+    that pass on. Layers hand nothing on to each other."""
     layers = torch.randn(BLOCKS, 3, 1, TOKENS, HEADS * 64, generator=generator)
 
     def run(spoil, which=range(BLOCKS), first=0, **widgets):
@@ -98,3 +99,46 @@ def test_what_is_not_finite_in_eight_bits_alone_is_not_the_models(load_pack, tol
     got = told(nothing)
     assert got.tally.reasons["this layer could not be measured"] == 3 * BLOCKS
     assert "NaN" not in got.line
+
+
+SPARSE = "in the results of sparse calls"
+LAST = BLOCKS - 1
+
+
+@pytest.mark.parametrize("mode", ["manual", "auto quality"])
+@pytest.mark.parametrize(
+    "spoil", [nan_of_a_weight, inf_of_a_weight, nan_in_one_key, nan_in_one_query]
+)
+@pytest.mark.parametrize("first", [2, 4], ids=["the first sparse step", "the last step"])
+def test_what_begins_in_a_sparse_step(load_pack, told, mode, spoil, first):
+    """The last layer of each pass is looked at: a model hands on what its layers give. In 8 bits an
+    infinity makes NaN."""
+    got = told(spoil, which=[LAST], first=first, mode=mode)
+    assert got.tally.sparse == 3 * BLOCKS
+    assert got.last.notes[0].startswith(f"NaN {SPARSE}") and got.line.count(SPARSE) == 1
+    second = load_pack("sparge.sampling").verdict(got.last).split("\n")[1]
+    assert second.startswith("NaN in the results of sparse")
+
+
+@pytest.mark.parametrize("start", [0.0, 0.2])
+def test_a_model_that_gives_nothing_else_in_mode_manual(told, start):
+    got = told(nan_of_a_weight, mode="manual", start_percent=start)
+    assert f"NaN {SPARSE}" in got.line and got.tally.sparse > 0
+
+
+@pytest.mark.parametrize("mode", ["manual", "auto quality"])
+def test_finite_results_are_not_doubted(told, mode):
+    assert SPARSE not in told(nothing, mode=mode).line
+
+
+def test_one_result_a_pass_is_looked_at(load_pack, told, monkeypatch):
+    """So that it takes next to no time."""
+    finite, looked = load_pack("sparge.tune.finite_rows").FiniteRows, []
+    look = finite.look
+    monkeypatch.setattr(
+        finite, "look", lambda self, row, out: (looked.append(row), look(self, row, out))
+    )
+    told(nothing, mode="manual")
+    assert looked == [LAST] * 3
+    told(nothing, mode="manual", dense_blocks="-1")
+    assert looked[3:] == [LAST - 1] * 2, "the first sparse pass shows which is sparse"

@@ -33,7 +33,8 @@ def result(load_pack):
             "reasons": {"before start_percent 0.2": 1},
         } | changes  # fmt: skip
         time = tune.RunTime({}, saved, by_table)
-        found = tune.Report(aim, tune.Densities(0.25, by_step), shapes, {}, time)
+        densities = tune.Densities(0.44, 0.25, by_step.nanmean(0), by_step)
+        found = tune.Report(aim, densities, shapes, {}, time)
         tally = tune.Tally(**facts | {"reasons": Counter(facts["reasons"])})
         return module.RunResult(tally, found, words=load_pack("nodes.words").WORDS, **of_run)
 
@@ -75,8 +76,9 @@ def test_a_good_run(result, published):
     record = published(result())
     assert record.levelno == logging.INFO
     assert record.message == (
-        "[Sparge] Mochi, 44,776 tokens; 3 sparse and 1 dense self-attention calls, density 25.0 %; "
-        "dense because: before start_percent 0.2 (1); 4 cross-attention calls (always exact)"
+        "[Sparge] Mochi, 44,776 tokens; 3 sparse and 1 dense self-attention calls, 44.0 % of "
+        "attention computed; density of sparse calls 25.0 %; dense because: before start_percent "
+        "0.2 (1); 4 cross-attention calls (always exact)"
     )
 
 
@@ -107,7 +109,7 @@ def test_what_else_is_told(result, report):
 
 def test_measured_heads_are_told(measured, report):
     line = report.summary(measured)
-    assert "density 25.0 % (heads 5.0 % to 100.0 %)" in line
+    assert "density of sparse calls 25.0 % (heads 5.0 % to 100.0 %)" in line
     assert "predicted error 0.039" in line and "token order" not in line
     details = report.details(measured).splitlines()
     assert details[:5] == [
@@ -201,7 +203,7 @@ def test_one_line_in_the_log_and_the_verdict_on_the_node(result, published, monk
     module = SimpleNamespace(PromptServer=SimpleNamespace(instance=server))
     monkeypatch.setitem(sys.modules, "server", module)
     record = published(result(stopped=True), "12:3:7")
-    said = "Stopped early.\n25 % of attention computed"
+    said = "Stopped early.\n44 % of attention computed"
     assert shown == [("12", said), ("12:3", said), ("12:3:7", said)]
     assert record.message.endswith("stopped early") and "\n" not in record.message
 
@@ -214,7 +216,7 @@ def test_notes_appear_once(load_pack):
     assert run.notes == ["remove one"]
 
 
-SHARE = "25 % of attention computed"
+SHARE = "44 % of attention computed"
 TOO_OLD = "GeForce RTX 2080 Ti is too old: it has compute capability 7.5"
 OLD = "GeForce RTX 2080 Ti is too old: it ..."
 NO_GPU = "The CPU is not supported: the kernels are NVIDIA machine code."

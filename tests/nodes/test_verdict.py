@@ -51,6 +51,7 @@ def told(load_pack, sampled, monkeypatch):
                 "latent": GRID,
                 "extras": {"latent_shapes": [(1, 4, *GRID), (1, 8, sound, 16)]},
             }
+        given = {"context": torch.zeros(1, TEXT, 8)} | given
         got = sampled(forward, sigmas, raises=(KeyboardInterrupt,), **given)
         assert picture.draw(got.last).shape[2] <= 1500
         assert got.details.startswith(got.line)
@@ -98,7 +99,7 @@ def test_another_node_replaces_the_clips_self_attention(told, mode, min_tokens, 
     assert "; NOTHING WAS SPARSE: the clip's " + REPLACED in got.line
     assert ", 256 tokens; " in got.line
     assert "min_tokens" not in got.line and "start_percent" not in got.line
-    assert "3 dense self-attention calls of text or sound" in got.line
+    assert "3 other dense self-attention calls" in got.line
     assert "the clip's self-attention did not reach this node; another node" in got.picture
 
 
@@ -107,6 +108,12 @@ def test_sound_that_is_longer_than_a_frame_is_not_the_clip(told):
         lambda attend: [attend(100, 100), attend(TOKENS, TEXT), attend(100, TOKENS)], sound=100
     )
     assert REPLACED in got.line
+
+
+def test_sound_as_long_as_the_clip_is_not_taken_for_it(told):
+    """Nor the clip for sound: nothing tells them apart but their order."""
+    got = told(lambda attend: [attend(TOKENS, TOKENS), attend(TOKENS, TEXT)], sound=TOKENS)
+    assert got.tally.sparse == 2 and "computed" in got.picture and "reach" not in got.line
 
 
 def test_a_picture_is_no_clip(told):
@@ -131,6 +138,35 @@ def test_a_clip_that_came_is_not_missed(told, step):
     passes = iter(range(9))  # a cache answers the others
     got = told(lambda attend: next(passes) == 1 and step(attend), [1.0, 0.95, 0.9])
     assert REPLACED not in got.line
+
+
+#: Queries and keys of a self-attention that another node changes.
+CHANGED = {
+    "further keys": (TOKENS, 2 * TOKENS),
+    "merged keys": (TOKENS, TOKENS // 2),
+    "some of the queries": (TOKENS // 2, TOKENS),
+    "merged queries, further keys": (TOKENS // 2, 2 * TOKENS),
+}
+
+
+@pytest.mark.parametrize("model", [None, torch.nn.Module()], ids=["with a row", "without"])
+@pytest.mark.parametrize("case", CHANGED)
+def test_self_attention_that_another_node_changes(told, case, model):
+    """It is sparse in mode manual, and in the others has a reason that is true."""
+
+    def step(attend):
+        attend(*CHANGED[case])
+        attend(TOKENS, TEXT)
+
+    given = {"min_tokens": TOKENS // 2, "model": model}
+    manual, auto = told(step, **given), told(step, mode=AUTO, **given)
+    assert (manual.tally.sparse, manual.tally.dense, manual.tally.cross) == (2, 1, 3)
+    assert auto.tally.sparse == 0 and auto.tally.cross == 3
+    (why,) = auto.tally.reasons
+    assert why.startswith("queries and keys differ in number") and "mode manual serves" in why
+    assert "did not reach this node" not in manual.line + auto.line
+    if model is None and "keys" in case:
+        assert "differ in number in some calls" in manual.line, "tokens stay as they come"
 
 
 def test_no_call_at_all_is_told_as_ever(told):

@@ -160,7 +160,8 @@ def results(load_pack: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return seen
 
 
-SPARSE_FROM_1 = (STEPS - 1) * CONDITIONINGS * BLOCKS
+A_STEP = CONDITIONINGS * BLOCKS
+SPARSE_FROM_1 = (STEPS - 1) * A_STEP
 
 
 @pytest.mark.usefixtures("reference_allowed")
@@ -172,11 +173,15 @@ def test_only_the_clone_of_the_node_is_sparse(model, sample, node, results) -> N
     assert plain.model_options == {"transformer_options": {"merge_loras": True}}
     sparse = sample(patched)
     (result,) = results
-    assert (result.tally.sparse, result.tally.dense) == (SPARSE_FROM_1, 0)
+    assert result.tally.sparse == SPARSE_FROM_1
+    assert result.tally.reasons == {"before start_step 1": A_STEP}, "the pack's own, counted too"
     assert result.tally.cross == SPARSE_FROM_1 and not result.stopped
     assert torch.equal(sparse[:CONDITIONINGS], dense[:CONDITIONINGS])
     assert not torch.equal(sparse[CONDITIONINGS:], dense[CONDITIONINGS:])
-    assert result.report.densities.overall <= 0.5
+    found = result.report.densities
+    assert found.of_sparse_calls <= 0.5
+    assert found.overall == pytest.approx((1 + (STEPS - 1) * found.of_sparse_calls) / STEPS)
+    assert found.of_steps[0] == 1 and (result.report.by_step[:, 0] == 1).all()
     assert torch.equal(sample(plain), dense), "the model without the node has changed"
     assert torch.equal(sample(other), of_other)
     assert len(results) == 1, "a run without the node told something"
@@ -265,7 +270,24 @@ def test_a_run_that_ends_early_leaves_nothing_behind(model, sample, node, result
 def test_no_sparse_step_is_told(load_pack, model, sample, node, results) -> None:
     sample(node(model(), start_step=STEPS))
     verdict = load_pack("sparge.sampling").verdict(results[0])
-    assert verdict == "No attention call reached this node\nLower start_step, or put it last"
+    assert verdict == f"NOTHING WAS SPARSE\nbefore start_step {STEPS}"
+
+
+@pytest.mark.usefixtures("reference_allowed")
+@pytest.mark.parametrize(
+    ("start", "told"),
+    [
+        (0, "No attention call reached this node\nPut it last, before the sampler"),
+        (1, "The clip's self-attention\ndid not reach this node"),
+    ],
+)
+def test_a_node_that_sets_another_mode_is_told(
+    load_pack, model, sample, node, results, start, told
+) -> None:
+    patched = node(model("sageattn"), start_step=start)
+    patched.model_options["transformer_options"].pop("attention_mode_override")
+    sample(patched)
+    assert load_pack("sparge.sampling").verdict(results[0]) == told
 
 
 @pytest.mark.usefixtures("reference_forbidden")

@@ -52,6 +52,7 @@ class SdpaCall(GivenCall):
             has_mask=self.mask is not None,
             masks_keys=self.key_mask is not None,
             unknown_options=self.options,
+            heads=self.q.shape[:-2].numel(),
         )
 
     @cached_property

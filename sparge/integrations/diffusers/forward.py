@@ -27,12 +27,14 @@ class Forward(ServedPass):
         """Result of a call, sparse when nothing speaks against it, else from dense(). block: number
         of the running one."""
         decision, numbered = self.decision(given), bool(self.layout.blocks)
-        long = given.facts.query_tokens >= self.layout.grid_tokens
+        facts = given.facts
+        long = min(facts.query_tokens, facts.key_tokens) >= self.layout.grid_tokens
         counts = decision.kind is not Kind.CROSS and long
         place = block if numbered else 0
         earlier = self._calls[place]
-        number = block if numbered else earlier  # without blocks each call is a layer
-        layer = Layer(number, self.layout.row(number, earlier), beside=not counts)
+        # Without blocks each call is a layer.
+        number, again = (block, earlier) if numbered else (earlier, 0)
+        layer = Layer(number, self.layout.row(number, again), beside=not counts)
         self._calls[place] += counts
         return self.serve(given, decision, layer, dense)
 

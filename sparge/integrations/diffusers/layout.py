@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ...order.grid import TokenGrid
 from ...sampling import TokenLayout
@@ -40,10 +40,12 @@ def layout_of(
     model's, None where it has none that are known here."""
     if row is None:
         name = type(model).__name__
-        return TokenLayout(family=name, blocks=blocks, remark=NO_ROW.format(name=name))
+        remark = NO_ROW.format(name=name)
+        return TokenLayout(family=name, blocks=blocks, remark=remark, prompts=_prompts(given))
     tokens = row.tokens(model.config, given)
     if tokens is None:
-        return TokenLayout(family=row.name, text=row.text, blocks=blocks)
+        prompts = _prompts(given)
+        return TokenLayout(family=row.name, text=row.text, blocks=blocks, prompts=prompts)
     return TokenLayout(
         family=row.name,
         text=row.text,
@@ -51,10 +53,19 @@ def layout_of(
         tokens=_sequence(row, tokens),
         blocks=blocks,
         heads=model.config.num_attention_heads,
-        calls=tokens.calls,
         context=tokens.text,
+        prompts=_prompts(given),
         masked=tokens.masked,
     )
+
+
+def _prompts(given: Mapping[str, Any]) -> frozenset[int]:
+    """Lengths of the sequences (batch, tokens, width) that a model is given beside its latent.
+    Allegro's text has a dimension more."""
+    beside = {name: x for name, x in given.items() if name not in ("hidden_states", "x")}
+    text = beside.get("encoder_hidden_states")
+    found = (x.shape[-2] for x in beside.values() if isinstance(x, Tensor) and x.ndim == 3)
+    return frozenset([*found, *(text.shape[-2:-1] if isinstance(text, Tensor) else ())])
 
 
 def _sequence(row: Row, tokens: Tokens) -> TokenGrid:

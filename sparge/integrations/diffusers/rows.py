@@ -30,8 +30,6 @@ class Tokens:
     """Tokens behind the grid that lie on no part of it, such as an image to edit."""
     masked: bool = False
     """Fewer tokens of text may be real."""
-    calls: int = 2
-    """Most self-attention calls of one block."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +75,7 @@ def _mochi(config: Any, given: Mapping[str, Any]) -> Tokens:
     hidden = given["hidden_states"]
     _, _, time, height, width = hidden.shape
     grid = time, height // config.patch_size, width // config.patch_size
-    return Tokens(grid, _text(given), masked=True, calls=max(2, hidden.shape[0]))
+    return Tokens(grid, _text(given), masked=True)
 
 
 def _hunyuan(config: Any, given: Mapping[str, Any]) -> Tokens:

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Share of the attention that a run computed, as its user is told: of every self-attention call, by
+its pairs of a query and a key."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.nodes.parts import BLOCKS, HEADS, TOKENS, network
+
+pytestmark = pytest.mark.usefixtures("reference_allowed")
+
+SIGMAS = [1.0, 0.9, 0.7, 0.6, 0.5]  # the first two are before start_percent
+DENSE, SPARSE = 2, 3
+SOUND = 100
+
+
+@pytest.fixture
+def share(load_pack):
+    """share(run): what the node says, and what the log says, in percent."""
+    verdict = load_pack("sparge.sampling").verdict
+
+    def told(got):
+        on_node = verdict(got.last).split("\n")[1].split(" % of attention computed")[0]
+        in_log = got.line.split(" % of attention computed")[0].split(", ")[-1]
+        assert int(on_node) == round(float(in_log))
+        return float(in_log)
+
+    return told
+
+
+@pytest.mark.parametrize("mode", ["manual", "auto budget"])
+def test_dense_steps_count_as_all_of_theirs(sampled, step, share, mode):
+    got = sampled(step, SIGMAS, mode=mode, topk=0.5)
+    assert (got.tally.sparse, got.tally.dense) == (SPARSE * BLOCKS, DENSE * BLOCKS)
+    found = got.last.report.densities
+    assert 0.3 < found.of_sparse_calls < 0.7
+    assert found.overall == pytest.approx((DENSE + SPARSE * found.of_sparse_calls) / len(SIGMAS))
+    assert share(got) == pytest.approx(100 * found.overall, abs=0.05)
+    assert f"density of sparse calls {100 * found.of_sparse_calls:.1f} %" in got.line
+    assert f"Density by step, %: 100 100 {100 * found.of_sparse_calls:.0f}" in got.details
+
+
+def test_calls_count_by_their_pairs(sampled, generator, share):
+    """A short call hardly, and one that is dense among sparse ones as well."""
+    long, short = (torch.randn(1, n, HEADS * 64, generator=generator) for n in (TOKENS, 128))
+
+    def step(attend):
+        attend(long, long, long, HEADS)
+        attend(short, short, short, HEADS)
+        attend(long, long, long, HEADS)
+
+    got = sampled(step, [0.5], dense_blocks="1", topk=0.5)
+    assert got.tally.sparse == 1 and got.tally.dense == 2
+    found = got.last.report.densities
+    of_long, of_short = TOKENS**2, 128**2
+    computed = (1 + found.of_sparse_calls) * of_long + of_short
+    assert share(got) == pytest.approx(100 * computed / (2 * of_long + of_short), abs=0.05)
+
+
+def test_sound_counts_but_is_no_layer_of_the_picture(sampled, generator, share):
+    """It attends to itself in the layers of the clip."""
+    clip, sound = (torch.randn(1, n, HEADS * 64, generator=generator) for n in (TOKENS, SOUND))
+
+    def step(attend):
+        for _ in range(BLOCKS):
+            attend(clip, clip, clip, HEADS)
+            attend(clip, sound, sound, HEADS)
+            attend(sound, sound, sound, HEADS)
+
+    grid = (4, 8, 8)
+    got = sampled(
+        step,
+        [0.5],
+        network("LTXAVModel", num_attention_heads=HEADS, transformer_blocks=range(BLOCKS)),
+        grid,
+        extras={"latent_shapes": [(1, 4, *grid), (1, 8, SOUND, 16)]},
+        topk=0.5,
+    )
+    report, found = got.last.report, got.last.report.densities
+    assert (got.tally.sparse, got.tally.dense, got.tally.cross) == (BLOCKS, BLOCKS, BLOCKS)
+    assert report.layers.tolist() == list(range(BLOCKS))
+    computed = found.of_sparse_calls * TOKENS**2 + SOUND**2
+    assert share(got) == pytest.approx(100 * computed / (TOKENS**2 + SOUND**2), abs=0.05)
