@@ -37,8 +37,9 @@ def sdpa(policy: SparsePolicy | None = None, min_tokens: int = MIN_TOKENS) -> Sd
 
     `with` gives the `CallStats`: how many calls were sparse, their density, and why the others
     stayed exact. Sparse are calls of at least `min_tokens` queries and keys, causal ones and
-    those with padding masks among them; not those with other masks, dropout or gradients. A mask
-    is read once as long as the same object comes, which waits for its device.
+    those with padding masks among them; not those with other masks, dropout or gradients. A row
+    of bools is read by the GPU in each call; other masks are read by the host, which waits for
+    the GPU, each time unless PyTorch says that the same object was not changed.
 
     policy: what to keep; without it half of the key blocks, and always the first.
     """

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -203,6 +204,31 @@ def test_what_reads_the_mask_reads_the_real_one(make_model, ids: Tensor) -> None
     assert ours.contiguous() is ours and ours.to("cpu") is ours
     for read in (lambda x: x[:, :, 5:90, :200], lambda x: ~x, lambda x: x.to(torch.float32) * 2):
         assert torch.equal(read(ours), read(own)) and type(read(ours)) is Tensor
+
+
+def test_a_mask_that_nobody_can_read_while_a_cuda_graph_is_captured(
+    make_model, ids: Tensor, monkeypatch
+) -> None:
+    monkeypatch.setattr("sparge.integrations.transformers.causal_mask.is_captured", lambda x: True)
+    model = make_model()
+    own = model(ids, attention_mask=LEFT).logits
+    sparse = enable(model, WHOLE, LEAST)
+    assert torch.equal(model(ids, attention_mask=LEFT).logits, own)
+    assert sparse.stats.reasons == {MASK: LAYERS}
+    model(ids)
+    assert sparse.stats.sparse_calls == LAYERS, "without a mask there is nothing to read"
+
+
+def test_a_mask_buffer_that_is_filled_anew_is_read_anew(make_model, ids: Tensor) -> None:
+    model, buffer = make_model(), LEFT.clone()
+    sparse = enable(model, WHOLE, LEAST)
+    for mask in (LEFT, RIGHT, torch.ones_like(LEFT)):
+        np.copyto(buffer.numpy(), mask.numpy())
+        found = model(ids, attention_mask=buffer).logits
+        sparse.disable()
+        real = mask.bool()
+        assert rel_l2(found[real], model(ids, attention_mask=mask).logits[real]) < EIGHT_BITS
+        sparse = enable(model, WHOLE, LEAST)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
