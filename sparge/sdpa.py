@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch._C import _len_torch_function_stack
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from .attention import attention
 from .call_stats import CallStats, count_exact, opened
@@ -29,6 +30,10 @@ from .policy import SparsePolicy
 MIN_TOKENS = 4096
 #: Half of the key blocks and the first one, on which causal models lean.
 DEFAULT_POLICY = SparsePolicy(attention_sink=True)
+INTERLEAVED = (
+    "Another context was opened in this one and outlived it, as in a generator: calls in both were "
+    "served and counted by the one that was opened last."
+)
 
 
 def sdpa(policy: SparsePolicy | None = None, min_tokens: int = MIN_TOKENS) -> SdpaMode:
@@ -177,23 +182,66 @@ class AttentionMode(TorchFunctionMode):
 
 
 class SdpaMode(AttentionMode):
-    """Context that `sdpa` makes."""
+    """Context that `sdpa` makes.
+
+    PyTorch keeps one stack of modes for each thread. So it has those of other tasks too, and of
+    generators, which may end in any order: each acts for the code that it is open in.
+    """
 
     def __init__(self, substitute: Substitute) -> None:
-        super().__init__(substitute.sparse)
+        super().__init__(self._sparse_here)
         self._substitute = substitute
+        assert substitute.stats is not None  # sdpa made them
+        self._stats = substitute.stats
+        self._entered = 0  # less what another thread ended, as when it collects a generator
 
     def note_hidden(self) -> None:
-        count_exact(self._substitute.stats, "torch.nn.MultiheadAttention, which hides its call")
+        if self._entered and _is_open_here(self._stats):
+            count_exact(self._stats, "torch.nn.MultiheadAttention, which hides its call")
+
+    def _sparse_here(self, *args: Any, **kwargs: Any) -> Tensor | None:
+        if self._entered and _is_open_here(self._stats):
+            return self._substitute.sparse(*args, **kwargs)
+        return None
 
     def __enter__(self) -> CallStats:
-        stats = self._substitute.stats
-        assert stats is not None  # sdpa made them
-        stats.prepare()  # before it is on, for what fails here is not taken off again
+        self._stats.prepare()  # before it is on, for what fails here is not taken off again
         super().__enter__()
-        opened.stats.append(stats)
-        return stats
+        opened.set((*opened.get(), self._stats))
+        self._entered += 1
+        return self._stats
 
     def __exit__(self, *raised: Any) -> None:
-        opened.stats.pop()
-        super().__exit__(*raised)
+        outer, inner = _split_at(self._stats, opened.get())
+        opened.set(outer + inner)
+        for each in (self._stats, *inner) if inner else ():
+            each.remark = INTERLEAVED
+        self._entered -= 1
+        _take_off(self)
+
+
+def _is_open_here(stats: CallStats) -> bool:
+    # torch.compile cannot trace the question: a graph goes by the context that was opened last.
+    return torch.compiler.is_compiling() or stats in opened.get()
+
+
+def _split_at(
+    stats: CallStats, contexts: tuple[CallStats, ...]
+) -> tuple[tuple[CallStats, ...], tuple[CallStats, ...]]:
+    """Contexts around the innermost of these counts, and those in it."""
+    for place in reversed(range(len(contexts))):
+        if contexts[place] is stats:
+            return contexts[:place], contexts[place + 1 :]
+    return contexts, ()
+
+
+def _take_off(mode: TorchFunctionMode) -> None:
+    """Takes a mode off the stack of this thread, wherever it lies."""
+    above: list[Any] = []
+    while _len_torch_function_stack():
+        above.append(_pop_mode())
+        if above[-1] is mode:
+            above.pop()
+            break
+    for each in reversed(above):
+        _push_mode(each)
