@@ -21,7 +21,7 @@ from .attention import attention
 from .call_stats import CallStats, count_exact, opened
 from .checks.argument import check_kind, whole_number
 from .checks.padding import torch_mask_padding
-from .checks.torch_call import as_autocast, why_exact
+from .checks.torch_call import NO_KERNEL, as_autocast, give_up, why_exact
 from .common.compiling import keep_to_graphs
 from .common.torch_attention import TORCH_ATTENTION
 from .policy import SparsePolicy
@@ -113,13 +113,23 @@ class Substitute:
         if why:
             count_exact(self.stats, why)
             return None
+        return self.tried(
+            query.device, lambda: self._attend(query, key, value, attn_mask, is_causal, scale)
+        )
+
+    def tried(self, device: torch.device, attend: Callable[[], Tensor]) -> Tensor | None:
+        """Sparse result of attend(), or None where it is refused or has no kernels, which is
+        counted."""
         try:
-            return self._attend(query, key, value, attn_mask, is_causal, scale)
+            return attend()
         except ValueError as error:
             # A sentence with sizes cannot be made where a graph leaves them open.
             traced = torch.compiler.is_compiling()
-            count_exact(self.stats, "sparge.attention refused it" if traced else str(error))
-            return None
+            why = "sparge.attention refused it" if traced else str(error)
+        except NO_KERNEL as error:
+            why = give_up(device, error)
+        count_exact(self.stats, why)
+        return None
 
     def _attend(
         self,
