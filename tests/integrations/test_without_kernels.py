@@ -65,6 +65,7 @@ def function(calls: int) -> tuple[Callable[[], Tensor], sparge.CallStats]:
 def backend(calls: int) -> tuple[Callable[[], Tensor], sparge.CallStats]:
     pytest.importorskip("diffusers", reason=REASON)
     from diffusers.models.attention_dispatch import dispatch_attention_fn
+
     from sparge.integrations.diffusers import register_backend
 
     q, stats = torch.ones(1, TOKENS, 2, 64).tril(), register_backend(POLICY, 128)
