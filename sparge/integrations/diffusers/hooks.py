@@ -146,4 +146,3 @@ class TransformerHooks:
             if self._open is None or self.are_busy():  # disabled while the block runs
                 return None
             return self._open.attend_torch(self._block, *args, **kwargs)
-
