@@ -7,8 +7,8 @@ Nothing waits for a GPU until somebody reads them.
 from __future__ import annotations
 
 import itertools
-import threading
 from collections import Counter as Multiset
+from contextvars import ContextVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -40,6 +40,8 @@ class CallStats:
             _named[self.name] = self
         self.reasons: Multiset[str] = Multiset()
         """Calls that stayed exact, by the reason."""
+        self.remark = ""
+        """What makes these counts not those of their context; empty for nothing."""
         self._by_device: dict[torch.device, AttentionStats] = {}
 
     def on(self, device: torch.device) -> AttentionStats | None:
@@ -75,22 +77,17 @@ class CallStats:
     def __str__(self) -> str:
         sparse, exact = self.sparse_calls, self.exact_calls
         if not sparse + exact:
-            return NO_CALLS
+            return self.remark or NO_CALLS
         computed = f" computed {self.density:.1%} of their attention" if sparse else ""
         lines = [f"{sparse} sparse calls{computed}"]
         lines += [f"{exact} calls stayed exact" + (":" if exact else "")]
         lines += [f"  {count} x {reason}" for reason, count in self.reasons.most_common()]
+        lines += [self.remark] if self.remark else []
         return "\n".join(lines)
 
 
-class _Open(threading.local):
-    """Counts of the contexts that this thread is in, the innermost last."""
-
-    def __init__(self) -> None:
-        self.stats: list[CallStats] = []
-
-
-opened = _Open()
+#: Counts of the contexts that the running code is in, by thread and by task, the innermost last.
+opened: ContextVar[tuple[CallStats, ...]] = ContextVar("sparge_opened", default=())
 
 
 def count_exact(stats: CallStats | None, reason: str) -> None:
@@ -106,6 +103,6 @@ def count_exact(stats: CallStats | None, reason: str) -> None:
 # It takes no counts but their name: a graph would be traced anew for those of another context.
 @constant_in_graphs
 def _count_traced(name: str, reason: str) -> None:
-    stats = _named.get(name) if name else next(reversed(opened.stats), None)
+    stats = _named.get(name) if name else next(reversed(opened.get()), None)
     if stats is not None:
         stats.reasons[reason] += 1

@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch._C import _len_torch_function_stack
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from .attention import attention
 from .call_stats import CallStats, count_exact, opened
 from .checks.argument import check_kind, whole_number
 from .checks.padding import torch_mask_padding
-from .checks.torch_call import as_autocast, why_exact
+from .checks.torch_call import NO_KERNEL, as_autocast, give_up, why_exact
 from .common.compiling import keep_to_graphs
 from .common.torch_attention import TORCH_ATTENTION
 from .policy import SparsePolicy
@@ -29,6 +30,10 @@ from .policy import SparsePolicy
 MIN_TOKENS = 4096
 #: Half of the key blocks and the first one, on which causal models lean.
 DEFAULT_POLICY = SparsePolicy(attention_sink=True)
+INTERLEAVED = (
+    "Another context was opened in this one and outlived it, as in a generator: calls in both were "
+    "served and counted by the one that was opened last."
+)
 
 
 def sdpa(policy: SparsePolicy | None = None, min_tokens: int = MIN_TOKENS) -> SdpaMode:
@@ -37,8 +42,9 @@ def sdpa(policy: SparsePolicy | None = None, min_tokens: int = MIN_TOKENS) -> Sd
 
     `with` gives the `CallStats`: how many calls were sparse, their density, and why the others
     stayed exact. Sparse are calls of at least `min_tokens` queries and keys, causal ones and
-    those with padding masks among them; not those with other masks, dropout or gradients. A mask
-    is read once as long as the same object comes, which waits for its device.
+    those with padding masks among them; not those with other masks, dropout or gradients. A row
+    of bools is read by the GPU in each call; other masks are read by the host, which waits for
+    the GPU, each time unless PyTorch says that the same object was not changed.
 
     policy: what to keep; without it half of the key blocks, and always the first.
     """
@@ -107,13 +113,23 @@ class Substitute:
         if why:
             count_exact(self.stats, why)
             return None
+        return self.tried(
+            query.device, lambda: self._attend(query, key, value, attn_mask, is_causal, scale)
+        )
+
+    def tried(self, device: torch.device, attend: Callable[[], Tensor]) -> Tensor | None:
+        """Sparse result of attend(), or None where it is refused or has no kernels, which is
+        counted."""
         try:
-            return self._attend(query, key, value, attn_mask, is_causal, scale)
+            return attend()
         except ValueError as error:
             # A sentence with sizes cannot be made where a graph leaves them open.
             traced = torch.compiler.is_compiling()
-            count_exact(self.stats, "sparge.attention refused it" if traced else str(error))
-            return None
+            why = "sparge.attention refused it" if traced else str(error)
+        except NO_KERNEL as error:
+            why = give_up(device, error)
+        count_exact(self.stats, why)
+        return None
 
     def _attend(
         self,
@@ -176,23 +192,66 @@ class AttentionMode(TorchFunctionMode):
 
 
 class SdpaMode(AttentionMode):
-    """Context that `sdpa` makes."""
+    """Context that `sdpa` makes.
+
+    PyTorch keeps one stack of modes for each thread. So it has those of other tasks too, and of
+    generators, which may end in any order: each acts for the code that it is open in.
+    """
 
     def __init__(self, substitute: Substitute) -> None:
-        super().__init__(substitute.sparse)
+        super().__init__(self._sparse_here)
         self._substitute = substitute
+        assert substitute.stats is not None  # sdpa made them
+        self._stats = substitute.stats
+        self._entered = 0  # less what another thread ended, as when it collects a generator
 
     def note_hidden(self) -> None:
-        count_exact(self._substitute.stats, "torch.nn.MultiheadAttention, which hides its call")
+        if self._entered and _is_open_here(self._stats):
+            count_exact(self._stats, "torch.nn.MultiheadAttention, which hides its call")
+
+    def _sparse_here(self, *args: Any, **kwargs: Any) -> Tensor | None:
+        if self._entered and _is_open_here(self._stats):
+            return self._substitute.sparse(*args, **kwargs)
+        return None
 
     def __enter__(self) -> CallStats:
-        stats = self._substitute.stats
-        assert stats is not None  # sdpa made them
-        stats.prepare()  # before it is on, for what fails here is not taken off again
+        self._stats.prepare()  # before it is on, for what fails here is not taken off again
         super().__enter__()
-        opened.stats.append(stats)
-        return stats
+        opened.set((*opened.get(), self._stats))
+        self._entered += 1
+        return self._stats
 
     def __exit__(self, *raised: Any) -> None:
-        opened.stats.pop()
-        super().__exit__(*raised)
+        outer, inner = _split_at(self._stats, opened.get())
+        opened.set(outer + inner)
+        for each in (self._stats, *inner) if inner else ():
+            each.remark = INTERLEAVED
+        self._entered -= 1
+        _take_off(self)
+
+
+def _is_open_here(stats: CallStats) -> bool:
+    # torch.compile cannot trace the question: a graph goes by the context that was opened last.
+    return torch.compiler.is_compiling() or stats in opened.get()
+
+
+def _split_at(
+    stats: CallStats, contexts: tuple[CallStats, ...]
+) -> tuple[tuple[CallStats, ...], tuple[CallStats, ...]]:
+    """Contexts around the innermost of these counts, and those in it."""
+    for place in reversed(range(len(contexts))):
+        if contexts[place] is stats:
+            return contexts[:place], contexts[place + 1 :]
+    return contexts, ()
+
+
+def _take_off(mode: TorchFunctionMode) -> None:
+    """Takes a mode off the stack of this thread, wherever it lies."""
+    above: list[Any] = []
+    while _len_torch_function_stack():
+        above.append(_pop_mode())
+        if above[-1] is mode:
+            above.pop()
+            break
+    for each in reversed(above):
+        _push_mode(each)

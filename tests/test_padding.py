@@ -14,7 +14,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import sparge
 from sparge import Precision, SparsePolicy, key_padding
-from sparge.checks import padding
 from sparge.common.metrics import rel_l2
 from sparge.common.weak_cache import WeakTensorCache
 
@@ -104,44 +103,37 @@ def test_an_entry_without_a_real_key_is_zero(make_qkv, kind: str) -> None:
         key_padding(added(real, torch.finfo(torch.float32).min))
 
 
-class TestWaits:
-    @pytest.fixture
-    def reads(self, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-        """Masks that were looked at: each time waits for their device."""
-        found: list[Tensor] = []
-        read = padding._read
-        monkeypatch.setattr(padding, "_read", lambda mask: (found.append(mask), read(mask))[1])
-        monkeypatch.setattr(padding, "_paddings", WeakTensorCache(3))
-        return found
+def test_facts_are_remembered_of_tensors_whose_changes_show() -> None:
+    """Neither NumPy nor inference mode writes there unseen."""
+    cache: WeakTensorCache[int] = WeakTensorCache(3)
+    tensors = [torch.zeros(4, device="meta") for _ in range(5)]
+    for number, tensor in enumerate(tensors):
+        cache.add(tensor, number)
+    assert [cache.get(tensor) for tensor in tensors] == [None, None, 2, 3, 4], "the oldest go first"
+    tensors[3].zero_()
+    tensors[4].data = torch.zeros(5, device="meta")
+    assert [cache.get(tensor) for tensor in tensors[2:]] == [2, None, None]
+    with torch.inference_mode():
+        unseen = [torch.zeros(4), torch.zeros(4, device="meta")]
+    for tensor in (*unseen, torch.zeros(4)):
+        assert cache.add(tensor, 7) == 7 and cache.get(tensor) is None
+    del tensors, tensor, unseen
+    gc.collect()
+    assert len(cache) == 0, "what is remembered ends with the tensor"
 
-    @pytest.mark.parametrize("inference", [False, True])
-    def test_once_a_mask_and_again_after_a_change(self, reads: list[Tensor], inference: bool):
-        with torch.inference_mode(inference):
-            mask, weighing = REAL["behind"].clone(), torch.full((1, TOKENS), 0.5)
-            assert key_padding(mask) is key_padding(mask)
-            key_padding(mask.clone())
-            assert len(reads) == 2
-            for _ in range(3):
-                with pytest.raises(sparge.Unsupported, match="it weighs keys"):
-                    key_padding(weighing)
-            assert len(reads) == 3
-        if not inference:
-            mask[:, 0] = False
-            assert key_padding(mask).index is not None and len(reads) == 4
 
-    def test_what_is_remembered_ends_with_the_mask(self, reads: list[Tensor]) -> None:
-        masks = [real.clone() for real in list(REAL.values())[:5]]
-        for mask in masks:
-            key_padding(mask)
-        assert len(padding._paddings) == 3, "no more than it may hold"
-        key_padding(masks[-1])
-        assert len(reads) == 5
-        key_padding(masks[0])
-        assert len(reads) == 6, "the oldest was forgotten"
-        reads.clear()
-        del masks, mask
-        gc.collect()
-        assert len(padding._paddings) == 0
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_mask_that_is_filled_anew_is_read_anew(inference: bool) -> None:
+    with torch.inference_mode(inference):
+        mask, weighing = REAL["behind"].clone(), torch.full((1, TOKENS), 0.5)
+        for real in REAL.values():
+            mask.data.copy_(real)
+            lengths = key_padding(mask).key_lengths
+            found = [TOKENS, TOKENS] if lengths is None else lengths.tolist()
+            assert found == real.sum(1).tolist()
+        with pytest.raises(sparge.Unsupported, match="it weighs keys"):
+            key_padding(weighing)
+        assert key_padding(weighing.zero_()).key_lengths is None
 
 
 DIAGONAL = torch.ones(8, 8, dtype=torch.bool).tril()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Padding masks turned into what attention takes: the real keys first, and how many they are.
 
-padding = sparge.key_padding(mask)              # waits for the GPU once a mask
+padding = sparge.key_padding(mask)              # waits for the GPU
 k, v, key_lengths = padding.apply(k, v)
 out = sparge.attention(q, k, v, policy, key_lengths=key_lengths)
 """
@@ -20,6 +20,8 @@ from .validate import as_heads_first
 
 #: Additive mask values at or below this hide a key: no logit makes up for it.
 HIDDEN = -1e4
+#: Reason of a call whose mask nobody can read; what it hides may change between runs of the graph.
+CAPTURED = "a mask in a CUDA graph that is captured, where nobody can read what it hides"
 _KEPT = 64  # masks whose padding is remembered
 
 
@@ -73,46 +75,35 @@ def key_padding(mask: Tensor) -> KeyPadding:
     N) with equal rows; bool, True for real keys, or floating point to be added to logits, 0 for
     them.
 
-    The first call of a mask waits for its device, later ones with the same object do not. A mask of
-    torch.inference_mode() must not be changed in place afterwards: nothing tells of that.
+    It waits for the mask's device, and is not read again while the same object comes and PyTorch
+    counts no change of it. A mask on the CPU, or made in torch.inference_mode(), is read each time,
+    as its changes do not show. A write on the GPU that PyTorch does not count, by `.data` or a
+    kernel of one's own, goes unseen here: then give attention the `key_lengths` yourself.
 
     Raises:
         Unsupported: the mask is more than padding: queries or heads differ, a value is neither 0
             nor hides its key, or an entry has no real key and values that dense attention would
-            weigh against each other.
+            weigh against each other; or a CUDA graph is captured.
         ValueError: it is no such tensor.
     """
     check_tensor("mask", mask, "bool or floating point, (B, N) or (B, 1, 1, N)")
-    found = _paddings.get(mask)
-    if found is None:
-        found = _paddings.add(mask, _read(mask))
-    if isinstance(found, str):
-        raise Unsupported(found)
-    return found
+    return _known(mask, mask, _paddings)
 
 
 def torch_mask_padding(mask: Tensor) -> KeyPadding:
     """Padding of a mask of torch's own attention, whose dimensions are the last of (B, H, Nq, N),
-    so that two are (Nq, N). Waits and raises as `key_padding` does.
+    so that two are (Nq, N).
 
-    Raises:
-        Unsupported: also where a CUDA graph is captured, which may not wait, for a new mask.
+    It is of what the mask holds when the GPU comes to the call, whoever wrote that: its real keys
+    are found on its device. A bool row of keys for each batch entry can be nothing but padding, so
+    the host does not wait for it. Whether another mask is padding is read as `key_padding` reads
+    it, which raises the same.
     """
-    if mask.dim() == 4:
-        cache, rows = _paddings, mask
-    else:
-        cache, rows = _torch_paddings, mask[(None,) * (4 - mask.dim())]
-    found = cache.get(mask)
-    if found is None:
-        if mask.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise Unsupported(
-                "A CUDA graph is captured, which cannot wait for what the mask says: run once "
-                "with the same mask before."
-            )
-        found = cache.add(mask, _read(rows))
-    if isinstance(found, str):
-        raise Unsupported(found)
-    return found
+    rows = as_rows(mask[(None,) * (4 - mask.dim())])
+    if mask.dtype != torch.bool or rows.shape[1] * rows.shape[2] > 1:
+        _known(mask, rows, _torch_paddings)
+    real = _is_real(rows[:, 0, 0])
+    return KeyPadding(real.shape[1], real.sum(1, dtype=torch.int32), _real_first(real))
 
 
 #: Padding of each mask, or the reason why it is more than padding.
@@ -121,11 +112,27 @@ _paddings: WeakTensorCache[KeyPadding | str] = WeakTensorCache(_KEPT)
 _torch_paddings: WeakTensorCache[KeyPadding | str] = WeakTensorCache(_KEPT)
 
 
+def _known(mask: Tensor, rows: Tensor, cache: WeakTensorCache[KeyPadding | str]) -> KeyPadding:
+    if is_captured(mask):
+        raise Unsupported(CAPTURED)
+    found = cache.get(mask)
+    if found is None:
+        found = cache.add(mask, _read(rows))
+    if isinstance(found, str):
+        raise Unsupported(found)
+    return found
+
+
+def is_captured(tensor: Tensor) -> bool:
+    """Whether a CUDA graph is captured, so that nobody can read a tensor."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 def _read(mask: Tensor) -> KeyPadding | str:
-    rows = _rows(mask)
+    rows = as_rows(mask)
     one = rows[:, 0, 0]
     added = mask.dtype != torch.bool
-    real = one == 0 if added else one
+    real = _is_real(one)
     known = real | (one <= HIDDEN) if added else torch.ones_like(one)
     finite_hidden = one.isfinite() & ~real if added else torch.zeros_like(one)
     lengths = real.sum(1, dtype=torch.int32)
@@ -160,12 +167,20 @@ def _read(mask: Tensor) -> KeyPadding | str:
         return KeyPadding(tokens)
     if in_front:
         return KeyPadding(tokens, lengths)
-    # Stable: real keys keep their order.
-    index = (~real).to(torch.uint8).argsort(dim=1, stable=True)[:, : max(1, most)]
-    return KeyPadding(tokens, lengths, index.contiguous())
+    return KeyPadding(tokens, lengths, _real_first(real)[:, : max(1, most)].contiguous())
 
 
-def _rows(mask: Tensor) -> Tensor:
+def _is_real(row: Tensor) -> Tensor:
+    """Which keys of a row of a padding mask are real."""
+    return row if row.dtype == torch.bool else row == 0
+
+
+def _real_first(real: Tensor) -> Tensor:
+    """Places (B, N) of all keys, real ones first and in their order."""
+    return (~real).to(torch.uint8).argsort(dim=1, stable=True)
+
+
+def as_rows(mask: Tensor) -> Tensor:
     """(B, H, Nq, N) view of a mask, dimensions that it is expanded along cut to 1."""
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise ValueError(

@@ -7,12 +7,17 @@ in another meaning.
 
 from __future__ import annotations
 
+import logging
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..kernels import capabilities
+from ..errors import KernelBuildError
+from ..kernels import DriverError, capabilities
+from ..kernels.warmup import KERNEL_DID_NOT_COMPILE, KERNEL_DID_NOT_LOAD
+
+logger = logging.getLogger("sparge")
 
 
 class TorchCall(NamedTuple):
@@ -27,6 +32,11 @@ class TorchCall(NamedTuple):
     scale: float | None = None
     enable_gqa: bool = False
 
+
+#: Errors of kernels that cannot be had; the model can do without.
+NO_KERNEL = (KernelBuildError, DriverError)
+#: Why there are none on a device: another try takes seconds, and a call has many kernels.
+_given_up: dict[torch.device, str] = {}
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 NOT_BY_HEAD = "q, k and v are not (batch, heads, tokens, head_dim)"
@@ -96,9 +106,19 @@ def _why_mask_is_torchs(query: Tensor, key: Tensor, mask: Tensor, is_causal: boo
 def _why_machine_cannot(device: torch.device) -> str:
     """The CPU runs the reference, for whoever tries things out; another device without kernels has
     something better."""
-    if not torch.compiler.is_compiling() and _is_transformed():
-        return "torch.func or torch.vmap transforms the call"
+    if not torch.compiler.is_compiling():
+        if _is_transformed():
+            return "torch.func or torch.vmap transforms the call"
+        if device in _given_up:
+            return _given_up[device]
     return "" if device.type == "cpu" else capabilities(device).reason
+
+
+def give_up(device: torch.device, error: KernelBuildError | DriverError) -> str:
+    """Reason why calls on a device are exact from now on; the log says what is wrong."""
+    logger.error("[Sparge] %s", error)
+    loads = not isinstance(error, DriverError)
+    return _given_up.setdefault(device, KERNEL_DID_NOT_COMPILE if loads else KERNEL_DID_NOT_LOAD)
 
 
 def _is_transformed() -> bool:

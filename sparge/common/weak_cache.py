@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Facts found out about a tensor, for as long as the tensor lives and is not changed."""
+"""Facts found out about a tensor, for as long as the tensor lives and PyTorch says that it was not
+changed. Of a tensor whose changes do not show nothing is remembered."""
 
 from __future__ import annotations
 
@@ -41,6 +42,8 @@ class WeakTensorCache(Generic[Found]):
             return entry.found
 
     def add(self, tensor: Tensor, found: Found) -> Found:
+        if not shows_changes(tensor):
+            return found
         key = id(tensor)
 
         def forget(reference: weakref.ref[Tensor]) -> None:
@@ -58,8 +61,19 @@ class WeakTensorCache(Generic[Found]):
         return found
 
 
+def shows_changes(tensor: Tensor) -> bool:
+    """Whether PyTorch counts the changes of a tensor. It does not for those that were made in
+    inference mode, and NumPy may write to one on the CPU."""
+    return tensor.device.type != "cpu" and not tensor.is_inference()
+
+
 def _state(tensor: Tensor) -> tuple[object, ...]:
-    """State that differs after a change in place; but tensors of inference mode do not count
-    theirs."""
-    version = None if tensor.is_inference() else tensor._version
-    return version, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+    """State that differs after a change in place."""
+    return (
+        tensor._version,
+        tensor.data_ptr(),
+        tensor.shape,
+        tensor.stride(),
+        tensor.dtype,
+        tensor.device,
+    )

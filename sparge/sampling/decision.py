@@ -46,7 +46,7 @@ class CallFacts:
     key_tokens: int
     has_mask: bool = False
     masks_keys: bool = False
-    """Whether its mask may be padding: a row of keys for each batch entry."""
+    """Whether its mask may be padding, by its shape."""
     refuses_low_precision: bool = False
     unknown_options: tuple[str, ...] = ()
     reference_tokens: int = 0
@@ -86,8 +86,7 @@ class GivenCall(ABC):
     @property
     @abstractmethod
     def key_mask(self) -> Tensor | None:
-        """Mask of the call where it is one row of keys for all heads and queries of a batch entry,
-        else None."""
+        """Mask of the call where it may be padding, by its shape, else None."""
 
     @abstractmethod
     def of_tensors(self, call: Call) -> GivenCall:

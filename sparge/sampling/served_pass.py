@@ -14,7 +14,7 @@ from torch import Tensor
 from ..common.failures import MEANT_FOR_HOST
 from ..errors import KernelBuildError, Unsupported
 from ..kernels.warmup import KERNEL_DID_NOT_COMPILE
-from ..tune import FAILED, MASK, Call, DenseOnce, RealTokens, SessionPass, real_tokens
+from ..tune import FAILED, MASK, Call, DenseOnce, ReadMasks, RealTokens, SessionPass
 from .decision import CROSS_ATTENTION, CallFacts, Decision, GivenCall, Kind
 from .layout import Layer, TokenLayout
 from .run import Run
@@ -38,13 +38,10 @@ class ServedPass:
     handing_on: bool = field(default=False, init=False, repr=False)
     """Whether the host's dense path is running, whose own calls go straight on."""
     _decisions: dict[CallFacts, Decision] = field(default_factory=dict, init=False, repr=False)
-    _real: dict[int, tuple[Tensor, RealTokens | str | None]] = field(
-        default_factory=dict, init=False, repr=False
-    )
-    """Real tokens by the id of a mask, with the mask itself: what has an id must live."""
 
     def __post_init__(self) -> None:
         settings = self.run.settings
+        self._masks = ReadMasks(self.layout.tokens)
         self._dense_layers = settings.dense_layers.of_total(self.layout.blocks)
         # With an aim a call of a dense pass may be measured.
         self._why_dense_pass = self.begun.facts.why_dense if settings.aim is None else None
@@ -174,9 +171,10 @@ class ServedPass:
         self, given: GivenCall, decision: Decision, layer: Layer
     ) -> RealTokens | str | None:
         """Real tokens of a call whose mask may be padding; None for others, or for a reason that
-        needs no look at it. Waits once a mask, where a pass may be sparse or measured."""
-        mask, row, of_pass = given.mask, given.key_mask, self.begun.facts
-        if mask is None or row is None or decision.kind is not Kind.SELF:
+        needs no look at it. May wait, as `ReadMasks` says, where a pass may be sparse or measured.
+        """
+        mask, of_pass = given.key_mask, self.begun.facts
+        if mask is None or decision.kind is not Kind.SELF:
             return None
         if self.layout.ranks > 1:
             return MASK  # real tokens are not the first of those that were dealt
@@ -184,9 +182,7 @@ class ServedPass:
             return None
         if of_pass.why_dense is not None and not of_pass.is_last_dense:
             return of_pass.why_dense
-        if id(mask) not in self._real:
-            self._real[id(mask)] = mask, real_tokens(row, self.layout.tokens)
-        return self._real[id(mask)][1]
+        return self._masks.real_tokens(mask)
 
     def _exact(self, given: GivenCall, timed: bool, dense: Dense) -> Tensor:
         compute, call = partial(self._hand_on, dense), given.tensors

@@ -15,7 +15,7 @@ from .measured_shape import MeasuredShape
 from .measurement import BLOCKS_A_CALL, Measurement
 from .model import Model
 from .progress import Progress
-from .real_tokens import MASK, RealTokens, real_tokens
+from .real_tokens import MASK, ReadMasks, RealTokens
 from .records import Densities, PassRecord, RunTime, Way
 from .report import Report
 from .sequences import Sequences, TextPosition
@@ -54,6 +54,7 @@ __all__ = [
     "Place",
     "Plan",
     "Progress",
+    "ReadMasks",
     "RealTokens",
     "Report",
     "RunTime",
@@ -73,6 +74,5 @@ __all__ = [
     "kernel_measure",
     "mean_error",
     "measure_for",
-    "real_tokens",
     "reference_measure",
 ]

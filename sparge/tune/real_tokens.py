@@ -8,11 +8,13 @@ asks of the padding itself is a few queries, which attend densely to the real ke
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..checks.padding import key_padding
+from ..checks.padding import CAPTURED, as_rows, is_captured, key_padding
+from ..common.weak_cache import WeakTensorCache
 from ..errors import Unsupported
 from ..order.grid import TokenGrid
 from .call import Call
@@ -21,6 +23,7 @@ from .call import Call
 MASK = "attention mask"
 #: Reason of a dense masked call whose batch entries have different numbers of real tokens.
 UNEVEN = "attention mask (the prompts of a batch are padded differently)"
+_KEPT = 8  # masks of a pass that are remembered
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +36,8 @@ class RealTokens:
 
     index: Tensor
     rest: Tensor
+    hides_queries: bool
+    """Whether the rest sees nothing, and is 0."""
 
     def call(self, call: Call) -> Call:
         """Same attention among the real tokens alone, (B, H, S, D) in and out."""
@@ -48,39 +53,96 @@ class RealTokens:
         batch, heads, tokens, head_dim = call.q.shape
         result = call.q.new_empty(batch, tokens, heads, head_dim)
         _put(result, self.index, out)
-        if self.rest.shape[1]:
+        if self.hides_queries:
+            _put(result, self.rest, result.new_zeros(batch, heads, self.rest.shape[1], head_dim))
+        elif self.rest.shape[1]:
             k, v = real.k.to(result.dtype), real.v.to(result.dtype)
             rest = replace(real, q=_take(call.q, self.rest), k=k, v=v)
             _put(result, self.rest, rest.exact())
         return call.result(result.transpose(1, 2))
 
 
-def real_tokens(mask: Tensor, known: TokenGrid | None) -> RealTokens | str | None:
-    """Real tokens of a mask that is one row of keys for each batch entry: None where all tokens are
-    real, or why the call stays dense. Waits for the mask's device once.
+class ReadMasks:
+    """Masks of the self-attention calls of one pass, and the real tokens that they leave.
 
-    known: whole sequence, of which padding is never on the grid; None where that is not known.
+    The host waits for the mask of each call, so the GPU's queue runs empty there: a model may fill
+    it anew between two layers. It does not wait where the same object comes again and PyTorch says
+    that nobody changed it, which it says of no tensor that was made in inference mode.
     """
-    row = mask.reshape(-1, mask.shape[-1]).cpu()
-    try:
-        padding = key_padding(row)
-    except (Unsupported, ValueError):
-        return MASK
-    if padding.key_lengths is None:
-        return None
-    counts = padding.key_lengths.tolist()
-    hidden = ~row if row.dtype == torch.bool else row != 0
-    if known is not None:
-        of_grid = slice(known.prefix, known.tokens - known.suffix)
-        if row.shape[-1] != known.tokens or hidden[:, of_grid].any():
+
+    def __init__(self, known: TokenGrid | None) -> None:
+        """known: whole sequence, of which padding is never on the grid; None where that is not
+        known."""
+        self._known = known
+        self._rows: WeakTensorCache[_Row | str] = WeakTensorCache(_KEPT)
+        self._found: list[tuple[_Row, RealTokens | str | None]] = []
+
+    def real_tokens(self, mask: Tensor) -> RealTokens | str | None:
+        """Real tokens of a call with this mask: None where all tokens are, or why the call stays
+        dense. mask: (N), or with dimensions in front of it for batch entries, heads and queries."""
+        if is_captured(mask):
+            return CAPTURED
+        row = self._rows.get(mask)
+        if row is None:
+            row = self._rows.add(mask, _read(mask))
+        if isinstance(row, str):
+            return row
+        for earlier, found in self._found:
+            if row.hides_queries == earlier.hides_queries and torch.equal(row.keys, earlier.keys):
+                return found
+        self._found.append((row, row.real_tokens(self._known, mask.device)))
+        return self._found[-1][1]
+
+
+class _Row(NamedTuple):
+    """Row of a mask for each batch entry, on the host."""
+
+    keys: Tensor
+    hides_queries: bool
+    """Whether what a hidden token asks for is hidden, too."""
+
+    def real_tokens(self, known: TokenGrid | None, device: torch.device) -> RealTokens | str | None:
+        try:
+            padding = key_padding(self.keys)
+        except (Unsupported, ValueError):
             return MASK
-    if min(counts) != max(counts):
-        return UNEVEN
-    if not counts[0]:
+        if padding.key_lengths is None:
+            return None
+        counts = padding.key_lengths.tolist()
+        hidden = ~self.keys if self.keys.dtype == torch.bool else self.keys != 0
+        if known is not None:
+            of_grid = slice(known.prefix, known.tokens - known.suffix)
+            if hidden.shape[-1] != known.tokens or hidden[:, of_grid].any():
+                return MASK
+        if min(counts) != max(counts):
+            return UNEVEN
+        if not counts[0]:
+            return MASK
+        # Stable: real tokens keep their order.
+        places = hidden.to(torch.uint8).argsort(dim=1, stable=True).to(device)
+        return RealTokens(places[:, : counts[0]], places[:, counts[0] :], self.hides_queries)
+
+
+def _read(mask: Tensor) -> _Row | str:
+    """Row of a mask, or why it is no padding. Waits for its device."""
+    try:
+        rows = as_rows(mask[:, None] if mask.dim() == 3 else mask)
+    except ValueError:
         return MASK
-    # Stable: real tokens keep their order.
-    places = hidden.to(torch.uint8).argsort(dim=1, stable=True).to(mask.device)
-    return RealTokens(places[:, : counts[0]], places[:, counts[0] :])
+    hides_queries = rows.shape[2] > 1
+    if hides_queries and (rows.dtype != torch.bool or rows.shape[1] > 1):
+        return MASK
+    if hides_queries:
+        keys, queries = rows.any(-2)[:, 0], rows.any(-1)[:, 0]
+        # A mask of only these rows and columns that has all of their places.
+        whole = rows.sum((1, 2, 3)) == keys.sum(1) * queries.sum(1)
+        fits = (keys == queries).all() & whole.all()
+    else:
+        keys = rows[:, 0, 0]
+        fits = (rows == rows[:, :1]).all()
+    fits = fits.to(keys.dtype).expand(keys.shape[0], 1)
+    read = torch.cat([keys, fits], 1).cpu()
+    return _Row(read[:, :-1], hides_queries) if read[0, -1] else MASK
 
 
 def _take(x: Tensor, places: Tensor) -> Tensor:

@@ -54,3 +54,27 @@ def test_whole_graphs_count_each_run(make_qkv) -> None:
         for _ in range(3):
             assert torch.equal(compiled(q, k, v), expected)
     assert stats.sparse_calls == 3 and stats.density == pytest.approx(own.density)
+
+
+def test_a_graph_reads_a_row_of_bools_whenever_it_runs(make_qkv) -> None:
+    """What else a mask says nobody can know when the graph is captured."""
+    q, k, v = make_qkv(1, 4, 1000, 64, device="cuda")
+    places = torch.arange(1000, device="cuda")[None, None, None]
+    row = places < 700
+    weights = torch.zeros(1, 1, 1, 1000, dtype=q.dtype, device="cuda")
+    graph, outs = torch.cuda.CUDAGraph(), []
+    with torch.inference_mode(), sparge.sdpa(WHOLE, 128) as stats:
+        for mask in (row, weights) * 2:  # loads kernels
+            functional.scaled_dot_product_attention(q, k, v, mask)
+        torch.cuda.synchronize()
+        warm = stats.sparse_calls
+        with torch.cuda.graph(graph):
+            for mask in (row, weights):
+                outs.append(functional.scaled_dot_product_attention(q, k, v, mask))
+    assert (warm, stats.sparse_calls, stats.exact_calls) == (4, 5, 1)
+    for real in (places < 700, places >= 300, places % 3 > 0):
+        row.copy_(real)
+        weights.copy_(real * -0.5)
+        graph.replay()
+        for out, mask in zip(outs, (row, weights), strict=True):
+            assert rel_l2(out, torch_attention(q, k, v, mask)) < 0.06

@@ -4,6 +4,9 @@ and in calls that no token order fits."""
 
 from __future__ import annotations
 
+from itertools import chain
+
+import numpy as np
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -122,25 +125,49 @@ def test_text_that_attends_to_itself_with_a_mask_stays_dense(run, qkv):
     assert got.tally.sparse == 0 and got.asked == []
 
 
-def test_prompts_of_one_batch_that_are_padded_differently_stay_dense(load_pack):
-    module, families = load_pack("sparge.tune.real_tokens"), load_pack("nodes.families")
-    layout = families.token_layout(
-        hunyuan(), (2, 4, 4, 16, 16), torch.zeros(2, TEXT, 8), {"attention_mask": 1}
-    )
-    alike, apart = (torch.cat([padding(), padding(n)]) for n in (REAL, REAL + 1))
-    assert module.real_tokens(apart, layout.tokens) == module.UNEVEN
-    real = module.real_tokens(alike, layout.tokens)
-    assert real.index.shape == (2, REAL + GRID) and real.rest.shape == (2, TEXT - REAL)
-    assert layout.expected == (), "nobody knows how many are real before a call"
-    assert layout.sequence(REAL + GRID).prefix == REAL
+def test_prompts_of_one_batch_that_are_padded_differently_stay_dense(load_pack, run, qkv):
+    both, uneven = torch.cat([qkv, qkv], 1), load_pack("sparge.tune.real_tokens").UNEVEN
+    for n, reasons in ((REAL, {}), (REAL + 1, {uneven: 1})):
+        mask = torch.cat([padding(), padding(n)])[:, None]
+        got = run(mask, step=lambda attend, mask=mask: attend(*both, HEADS, mask=mask, **FLAGS))
+        assert got.tally.reasons == reasons and got.tally.sparse == 1 - len(reasons)
+        assert relative_error(got.given[0], masked(both, mask)) < EIGHT_BIT
+
+
+#: Ways to fill a mask anew; PyTorch counts the first alone, and not in inference mode.
+WRITES = {
+    "in place": lambda mask, new: mask.copy_(new),
+    ".data": lambda mask, new: mask.data.copy_(new),
+    "NumPy": lambda mask, new: np.copyto(mask.numpy(), new.numpy()),
+}
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("write", WRITES)
+def test_a_mask_that_each_layer_and_step_fills_anew_is_read_anew(run, qkv, write, mode):
+    with mode():
+        buffer, masks = padding(), [padding(REAL), padding(7), padding(TEXT), padding(33)]
+
+        def step(attend):
+            outs = []
+            for mask in masks:
+                WRITES[write](buffer, mask)
+                outs.append(attend(*qkv, HEADS, mask=buffer, **FLAGS))
+            return outs
+
+        got = run(None, [0.5, 0.4], step=step)
+    assert got.tally.sparse == 8
+    assert [tokens for tokens, _ in got.asked[:4]] == [n + GRID for n in (REAL, 7, TEXT, 33)]
+    for out, mask in zip(chain(*got.given), masks * 2, strict=True):
+        assert relative_error(out, masked(qkv, mask)) < EIGHT_BIT
 
 
 def test_one_look_at_a_mask_in_a_pass_and_none_before_the_window(load_pack, run, qkv, monkeypatch):
-    module, looks, mask = load_pack("sparge.sampling.served_pass"), [], padding()
-    look = module.real_tokens
-    monkeypatch.setattr(
-        module, "real_tokens", lambda mask, known: (looks.append(1), look(mask, known))[1]
-    )
+    """Of a mask whose changes show, as of one on a GPU."""
+    module, looks, mask = load_pack("sparge.tune.real_tokens"), [], padding()
+    read, changes = module._read, load_pack("sparge.common.weak_cache")
+    monkeypatch.setattr(module, "_read", lambda mask: (looks.append(1), read(mask))[1])
+    monkeypatch.setattr(changes, "shows_changes", lambda tensor: True)
 
     def step(attend):
         return [attend(*qkv, HEADS, mask=mask, **FLAGS) for _ in range(3)]
@@ -148,6 +175,14 @@ def test_one_look_at_a_mask_in_a_pass_and_none_before_the_window(load_pack, run,
     got = run(mask, [1.0, 0.5], step=step)
     assert looks == [1] and got.tally.sparse == 3
     assert got.tally.reasons == {"before start_percent 0.2": 3}
+
+
+def test_masked_calls_stay_dense_while_a_cuda_graph_is_captured(load_pack, run, qkv, monkeypatch):
+    module = load_pack("sparge.tune.real_tokens")
+    monkeypatch.setattr(module, "is_captured", lambda tensor: True)
+    got = run(padding())
+    assert got.tally.sparse == 0 and got.tally.reasons == {module.CAPTURED: 1}
+    assert torch.equal(got.given[0], masked(qkv, padding()))
 
 
 @pytest.mark.parametrize(

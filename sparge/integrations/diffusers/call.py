@@ -8,7 +8,6 @@ from functools import cached_property
 
 from torch import Tensor
 
-from ...checks.padding import key_padding
 from ...checks.validate import check_inference
 from ...errors import Unsupported
 from ...sampling import CallFacts, GivenCall
@@ -55,22 +54,15 @@ class SdpaCall(GivenCall):
             heads=self.q.shape[:-2].numel(),
         )
 
-    @cached_property
+    @property
     def key_mask(self) -> Tensor | None:
-        """Mask (B or 1, 1, 1, M). One that is repeated for each head, as Allegro's is, is read for
-        that, which waits."""
-        mask = self.mask
-        if mask is None or mask.ndim != 4 or mask.shape[2:] != (1, self.k.shape[-2]):
+        """Mask of one row of keys, maybe repeated for each head (Allegro), or of queries and keys
+        (HunyuanVideo 1.5)."""
+        mask, (batch, heads, queries, _) = self.mask, self.q.shape
+        if mask is None or mask.ndim != 4 or mask.shape[3] != self.k.shape[-2]:
             return None
-        if mask.shape[0] not in (1, self.q.shape[0]):
-            return None
-        if mask.shape[1] == 1:
-            return mask
-        try:
-            key_padding(mask)
-        except (Unsupported, ValueError):
-            return None
-        return mask[:, :1]
+        of_call = mask.shape[0] in (1, batch) and mask.shape[1] in (1, heads)
+        return mask if of_call and mask.shape[2] in (1, queries) else None
 
     def of_tensors(self, call: Call) -> SdpaCall:
         return SdpaCall(call.q, call.k, call.v, scale=self.scale, layout="HND")

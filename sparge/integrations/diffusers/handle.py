@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -47,6 +48,7 @@ REPLACED = (
 )
 NO_SCHEDULE = "the scheduler has no timesteps, so the step is not known"
 NOT_OF_SCHEDULE = "the model is given no timestep of the scheduler, so the step is not known"
+OTHER_THREAD = "another thread ran the model meanwhile: its passes were left as they are"
 NO_INPUTS = (
     "NOTHING WAS SPARSE; {name} is not known here, and its inputs are not named as usual: "
     "sparge.sdpa() serves it without measuring."
@@ -92,6 +94,7 @@ class Handle:
         self._steps: Steps | None = None
         self._prompts = Prompts(pipe)
         self._remark = ""  # why no run began
+        self.lock = threading.RLock()
         self._hooks = [
             TransformerHooks(self, transformer, which)
             for which, transformer in enumerate(transformers)
@@ -152,14 +155,19 @@ class Handle:
 
     def disable(self) -> None:
         """Takes the hooks off. The pipeline is as it was; the last run can still be asked."""
-        for hooks in self._hooks:
-            hooks.remove()
-        self._hooks.clear()
-        if self._run is not None:
-            self._run.session.end()
+        with self.lock:
+            for hooks in self._hooks:
+                hooks.remove()
+            self._hooks.clear()
+            if self._run is not None:
+                self._run.session.end()
 
     def begin_pass(self, hooks: TransformerHooks, given: Mapping[str, Any]) -> Forward | None:
         """Begins a pass, and a run where it is the first one of a call of the pipeline."""
+        if any(each.are_busy() for each in self._hooks):
+            if self._run is not None:
+                self._run.note(OTHER_THREAD)
+            return None
         try:
             return self._begun(hooks, given)
         except MEANT_FOR_HOST:

@@ -6,6 +6,7 @@ offloading may replace what they like."""
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -24,8 +25,12 @@ from .layout import blocks_of, topmost
 class PassOwner(Protocol):
     """Owner of the hooks, who is told of each pass."""
 
+    lock: threading.RLock
+    """Held where a pass begins and ends, and in its calls: another thread may disable it."""
+
     def begin_pass(self, hooks: TransformerHooks, given: Mapping[str, Any]) -> Forward | None:
-        """Begins a pass; None for one that is left as it is. given: arguments by name."""
+        """Begins a pass; None for one that is left as it is. given: arguments by name. Holds the
+        lock."""
         ...
 
     def end_pass(self, forward: Forward) -> None: ...
@@ -45,6 +50,7 @@ class TransformerHooks:
         self._named: Any = getattr(self.model, "cache_context", None)
         self._is_copy = False
         self._open: Forward | None = None
+        self._thread: threading.Thread | None = None  # which runs the open pass
         self._block = 0
         # Parts, not the whole: torch.compile(fullgraph=True) does not take a mode around it.
         self._parts = list(enumerate(self.blocks)) or [(0, part) for part in topmost(self.model)]
@@ -60,6 +66,14 @@ class TransformerHooks:
     def __getstate__(self) -> dict[str, Any]:
         """State of the hooks on a copy of the model, of whose passes nobody is told."""
         return {"_is_copy": True, "pass_name": None, "_named": self._named}
+
+    @untraced
+    def are_busy(self) -> bool:
+        """Whether a pass is open that another thread runs."""
+        thread = self._thread
+        if self._open is None or thread is None:
+            return False
+        return thread is not threading.current_thread() and thread.is_alive()
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -83,29 +97,37 @@ class TransformerHooks:
             self._open_pass(args, kwargs)
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not (self._is_copy or is_traced_whole()):
+        if not (self._is_copy or is_traced_whole() or self.are_busy()):
             self._close_pass()
 
     @untraced
     def _open_pass(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._close_pass()  # one that was interrupted between two blocks
         given = self._signature.bind_partial(self.model, *args, **kwargs).arguments
-        self._open = self.owner.begin_pass(self, given)
-        if self._open is not None:
+        with self.owner.lock:
+            if not self.are_busy():
+                self._close_pass()  # one that was interrupted between two blocks
+            begun = self.owner.begin_pass(self, given)
+            if begun is None:
+                return
+            self._open, self._thread = begun, threading.current_thread()
             self._stand_ins += [StandIn(part, partial(self._running, n)) for n, part in self._parts]
 
     @untraced
     def _close_pass(self) -> None:
-        for stand_in in reversed(self._stand_ins):  # a block may be in the model twice
-            stand_in.remove()
-        self._stand_ins.clear()
-        forward, self._open = self._open, None
-        if forward is not None:
-            self.owner.end_pass(forward)
+        with self.owner.lock:
+            for stand_in in reversed(self._stand_ins):  # a block may be in the model twice
+                stand_in.remove()
+            self._stand_ins.clear()
+            forward, self._open = self._open, None
+            if forward is not None:
+                self.owner.end_pass(forward)
 
     @contextmanager
     def _running(self, block: int, *_: Any, **__: Any) -> Iterator[None]:
         """Context of a block in an open pass."""
+        if self.are_busy():
+            yield
+            return
         self._block = block
         try:
             with AttentionMode(self._serve):
@@ -119,6 +141,8 @@ class TransformerHooks:
         return None if is_traced_whole() else self._attend(*args, **kwargs)
 
     @untraced
-    def _attend(self, *args: Any, **kwargs: Any) -> Tensor:
-        assert self._open is not None
-        return self._open.attend_torch(self._block, *args, **kwargs)
+    def _attend(self, *args: Any, **kwargs: Any) -> Tensor | None:
+        with self.owner.lock:
+            if self._open is None or self.are_busy():  # disabled while the block runs
+                return None
+            return self._open.attend_torch(self._block, *args, **kwargs)

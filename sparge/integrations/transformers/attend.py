@@ -176,14 +176,13 @@ class Functions:
         """(B, Nq, H, D) of a plain causal call, zeros for padding; None where it stays exact."""
         key, value = key[:, :, : seen.tokens], value[:, :, : seen.tokens]
         why = why_exact(query, key, value, None, dropout, True, True, self.substitute.min_tokens)
-        if not why:
-            query, key, value = (as_autocast(x) for x in (query, key, value))
-            try:
-                return self._by_entry(query, key, value, seen, scaling)
-            except ValueError as error:
-                why = str(error)
-        count_exact(self.stats, why)
-        return None
+        if why:
+            count_exact(self.stats, why)
+            return None
+        query, key, value = (as_autocast(x) for x in (query, key, value))
+        return self.substitute.tried(
+            query.device, lambda: self._by_entry(query, key, value, seen, scaling)
+        )
 
     def _by_entry(
         self, query: Tensor, key: Tensor, value: Tensor, seen: Prefill, scale: float | None

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from ...checks.padding import is_captured
+
 
 @dataclass(frozen=True)
 class Prefill:
@@ -38,8 +40,10 @@ def prefill(
     queries: int, before: int | Tensor, real_tokens: Tensor | None, batch: int
 ) -> Prefill | None:
     """Reads a padding mask (B, tokens or more), bool; None where real tokens have holes between
-    them, or nobody can read it, as a fake tensor. Waits for the device once."""
-    if any(isinstance(x, Tensor) and type(x) is not Tensor for x in (before, real_tokens)):
+    them, or nobody can read it, as a fake tensor, or while a CUDA graph is captured. Waits for the
+    device once."""
+    given = [x for x in (before, real_tokens) if isinstance(x, Tensor)]
+    if any(type(x) is not Tensor or is_captured(x) for x in given):
         return None
     before = int(before)
     if real_tokens is None:

@@ -3,9 +3,14 @@
 
 from __future__ import annotations
 
-import itertools
+import logging
+import sys
+import uuid
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from transformers import (
     AttentionInterface,
@@ -21,8 +26,11 @@ from ...policy import SparsePolicy
 from ...sdpa import MIN_TOKENS, Substitute
 from .attend import EXACT, Functions
 
-_numbers = itertools.count(1)
+logger = logging.getLogger("sparge")
+
 _NAME = "sparge"
+#: Remark of a model that began continuous batching, where transformers refuses other attention.
+BATCHED = "Continuous batching took the model's own attention, and it is not sparse any more."
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,9 +42,14 @@ class _Enabled:
     functions: dict[str, Functions]
     """Functions by the name that the parts of the model have of them. They stay registered, as
     copies of the model have the names."""
+    stats: CallStats
 
     def restore(self) -> None:
         """Gives the model its own attention back, and copies of it likewise."""
+        if (model := self.model()) is not None:
+            for part in _parts(model):
+                vars(part).pop("sparge_names", None)
+            vars(model).pop("init_continuous_batching", None)
         for config, before in self.before:
             if config._attn_implementation in self.functions:  # not what others set since
                 config._attn_implementation_internal = before
@@ -52,8 +65,8 @@ _enabled: list[_Enabled] = []
 class SparseModel:
     """Model whose long prefills are sparse until `disable`; the end of a context calls it too."""
 
-    def __init__(self, enabled: _Enabled, stats: CallStats) -> None:
-        self.stats = stats
+    def __init__(self, enabled: _Enabled) -> None:
+        self.stats = enabled.stats
         self._enabled = enabled
 
     def __enter__(self) -> SparseModel:
@@ -98,14 +111,13 @@ def enable(
             f"{type(model).__name__} chooses keys by an indexer of its own, which it does for "
             "PyTorch's attention alone; it stays as it is."
         )
-    name = f"{_NAME}_{next(_numbers)}"
+    name = f"{_NAME}_{uuid.uuid4().hex}"
     names = {own: name if own == "sdpa" else f"{name}_{own}" for own in EXACT}
     functions = {names[own]: Functions(substitute, own) for own in EXACT}
     for each, function in functions.items():
-        AttentionInterface.register(each, function.attend)
-        AttentionMaskInterface.register(each, function.mask)
+        _register(each, function)
     before = [(config, _before(config._attn_implementation)) for config in _configs(model)]
-    enabled = _Enabled(weakref.ref(model), before, functions)
+    enabled = _Enabled(weakref.ref(model), before, functions, stats)
     _enabled.append(enabled)
     try:
         model.set_attn_implementation(name)
@@ -121,8 +133,47 @@ def enable(
     for config, own in before:
         if config._attn_implementation == name:
             config._attn_implementation_internal = names[own if own in EXACT else "sdpa"]
+    for part in _parts(model):
+        part.sparge_names = _Names({names[own]: own for own in EXACT})
+    vars(model)["init_continuous_batching"] = partial(_begin_batching, model)
     stats.prepare()
-    return SparseModel(enabled, stats)
+    return SparseModel(enabled)
+
+
+def _register(name: str, functions: Functions) -> None:
+    AttentionInterface.register(name, functions.attend)
+    AttentionMaskInterface.register(name, functions.mask)
+
+
+class _Names:
+    """Names of the attention of a sparse model, on its parts, and the implementation behind each.
+
+    Copies of the model have them too. Where another process loads one, they become the names of
+    what the model had before.
+    """
+
+    def __init__(self, own: Mapping[str, str]) -> None:
+        self._own = own
+        for name in own:
+            if name not in AttentionInterface._global_mapping:
+                off = Substitute.checked(None, sys.maxsize, None)
+                _register(name, Functions(off, own[name]))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Names, (self._own,)
+
+
+def _begin_batching(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """`init_continuous_batching` of a sparse model or of a copy of one, with its own attention."""
+    for each in list(_enabled):
+        if each.model() is model:
+            each.restore()
+            each.stats.remark = BATCHED
+            logger.warning("[Sparge] %s", BATCHED)
+    vars(model).pop("init_continuous_batching", None)
+    for config in _configs(model):
+        config._attn_implementation_internal = _before(config._attn_implementation)
+    return model.init_continuous_batching(*args, **kwargs)
 
 
 def _replace_earlier(model: PreTrainedModel) -> None:
@@ -149,7 +200,7 @@ def _before(implementation: str | None) -> str | None:
 
 def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
     """Configurations that name an attention: those of the model's parts, and what these are of."""
-    left = [part.config for part in model.modules() if isinstance(part, PreTrainedModel)]
+    left = [part.config for part in _parts(model)]
     found: dict[int, PreTrainedConfig] = {}
     while left:
         config = left.pop()
@@ -158,3 +209,7 @@ def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
             below = (getattr(config, key, None) for key in config.sub_configs)
             left += [part for part in below if isinstance(part, PreTrainedConfig)]
     return list(found.values())
+
+
+def _parts(model: PreTrainedModel) -> list[Any]:
+    return [part for part in model.modules() if isinstance(part, PreTrainedModel)]

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Masks of transformers of diffusers: padding is served, whatever form it has and however often it
+changes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tests.integrations.needed import REASON
+
+pytest.importorskip("diffusers", reason=REASON)
+
+from benchmarks.tiny_models.pipelines import drawn, flow
+from sparge.common.metrics import rel_l2
+from sparge.integrations.diffusers import enable
+from sparge.tune import MASK
+
+diffusers: Any = sys.modules["diffusers"]  # its parts are found when they are asked for
+
+pytestmark = pytest.mark.usefixtures("reference_allowed", "no_mode_left")
+
+TOKENS, EIGHT_BIT = 320, 0.03
+PLACES = torch.arange(TOKENS)
+MANUAL: dict[str, Any] = {"min_tokens": 100, "start_percent": 0.0, "topk": 1.0}
+WRITES: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "in place": lambda mask, new: mask.copy_(new),
+    ".data": lambda mask, new: mask.data.copy_(new),
+    "NumPy": lambda mask, new: np.copyto(mask.numpy(), new.numpy()),
+}
+#: Forms of a padding mask, of (TOKENS).
+FORMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "row": lambda real: real[None, None, None].clone(),
+    "added, by head": lambda real: ((real.float() - 1) * 1e5)[None, None, None].repeat(1, 2, 1, 1),
+    "padding times padding": lambda real: (real[:, None] & real)[None, None],
+}
+
+
+class Masked(torch.nn.Module):
+    """Transformer that fills one mask anew for each of its blocks."""
+
+    class Block(torch.nn.Module):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return functional.scaled_dot_product_attention(x, x, x, mask)
+
+    def __init__(self, masks: list[Tensor], write: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.transformer_blocks = torch.nn.ModuleList(self.Block() for _ in masks)
+        self.masks, self.write, self.mask = masks, write, masks[0].clone()
+
+    def forward(self, hidden_states: Tensor, timestep: Tensor) -> Tensor:
+        outs = []
+        for block, mask in zip(self.transformer_blocks, self.masks, strict=True):
+            self.write(self.mask, mask)
+            outs.append(block(hidden_states, self.mask))
+        return torch.stack(outs)
+
+
+def loop(model: Any, steps: int = 2, **given: Any) -> tuple[list[Tensor], Any]:
+    """Results of a pass in each step, and the tally of a run with everything kept."""
+    pipe = SimpleNamespace(transformer=model, scheduler=flow())
+    pipe.scheduler.set_timesteps(steps)
+    with enable(pipe, "manual", **MANUAL) as handle:
+        outs = [model(timestep=t[None].bfloat16(), **given) for t in pipe.scheduler.timesteps]
+    assert handle.result is not None
+    return outs, handle.result.tally
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_mask_that_each_block_fills_anew_is_read_anew(form: str, write: str, mode: Any) -> None:
+    reals = [PLACES < 250, PLACES >= 30, PLACES >= 0, PLACES % 3 > 0]
+    with mode():
+        model = Masked([FORMS[form](real) for real in reals], WRITES[write])
+        hidden = drawn(1, 2, TOKENS, 64, seed=1).float()
+        native = model(hidden, torch.ones(1))
+        outs, tally = loop(model, hidden_states=hidden)
+    assert (tally.sparse, tally.dense) == (2 * len(reals), 0)
+    assert all(rel_l2(out, native) < EIGHT_BIT for out in outs)
+
+
+def test_other_masks_of_queries_and_keys_stay_native() -> None:
+    """Those that are no padding, though as many places of them are seen."""
+    causal = (PLACES[:, None] >= PLACES)[None, None]
+    shifted = ((PLACES[:, None] < 200) & (PLACES >= 120))[None, None]
+    swapped = FORMS["padding times padding"](PLACES < 200)
+    swapped[..., 0, 0], swapped[..., 0, 250] = False, True
+    weights = torch.zeros(1, 1, TOKENS, TOKENS)
+    for mask in (causal, shifted, swapped, weights, swapped.expand(1, 2, -1, -1)):
+        model = Masked([mask], WRITES["in place"])
+        hidden = drawn(1, 2, TOKENS, 64, seed=1).float()
+        native = model(hidden, torch.ones(1))
+        outs, tally = loop(model, hidden_states=hidden)
+        assert tally.reasons == {MASK: 2} and all(torch.equal(out, native) for out in outs)
+
+
+def test_hunyuan_video_1_5_is_sparse() -> None:
+    """Its mask is padding of queries times padding of keys."""
+    torch.manual_seed(0)
+    model = diffusers.HunyuanVideo15Transformer3DModel(
+        in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=64, num_layers=2,
+        num_refiner_layers=1, text_embed_dim=32, text_embed_2_dim=32, image_embed_dim=16,
+        rope_axes_dim=(16, 24, 24),
+    ).bfloat16().eval()  # fmt: skip
+    given = {
+        "hidden_states": drawn(1, 4, 3, 12, 10, seed=1),
+        "encoder_hidden_states": drawn(1, 26, 32, seed=2),
+        "encoder_attention_mask": torch.arange(26)[None] < 19,
+        "encoder_hidden_states_2": drawn(1, 9, 32, seed=3),
+        "encoder_attention_mask_2": torch.arange(9)[None] < 4,
+        "image_embeds": torch.zeros(1, 4, 16).bfloat16(), "return_dict": False,
+    }  # fmt: skip
+    with torch.no_grad():
+        outs, tally = loop(model, **given)
+        scheduler = flow()
+        scheduler.set_timesteps(2)
+        for out, t in zip(outs, scheduler.timesteps, strict=True):
+            native = model(timestep=t[None].bfloat16(), **given)[0]
+            assert 0 < rel_l2(out[0], native) < EIGHT_BIT
+    assert (tally.sparse, tally.dense) == (4, 0)

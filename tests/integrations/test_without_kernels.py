@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A kernel that cannot be had costs nobody the model: calls stay exact, are counted, and the log
+says it once."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+import sparge
+from sparge.checks import torch_call
+from sparge.kernels import DriverError
+from sparge.kernels.warmup import KERNEL_DID_NOT_COMPILE, KERNEL_DID_NOT_LOAD
+from tests.integrations.needed import REASON
+
+pytestmark = pytest.mark.usefixtures("reference_allowed", "no_mode_left")
+
+POLICY, TOKENS = sparge.SparsePolicy(topk=0.3, attention_sink=True), 320
+ERRORS = {
+    KERNEL_DID_NOT_COMPILE: sparge.KernelBuildError("attend does not compile", "nvrtc: unknown"),
+    KERNEL_DID_NOT_LOAD: DriverError("cuModuleLoadData", 209, "CUDA_ERROR_NO_BINARY", "no binary"),
+}
+
+
+@pytest.fixture(params=ERRORS)
+def reason(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Reason of calls whose kernels cannot be had."""
+
+    def run(*_: Any, **__: Any) -> None:
+        raise ERRORS[request.param]
+
+    monkeypatch.setattr(sys.modules["sparge.attention"], "run", run)
+    monkeypatch.setattr(torch_call, "_given_up", {})
+    return request.param
+
+
+def context(calls: int) -> tuple[Callable[[], Tensor], sparge.CallStats]:
+    stats = sparge.CallStats()
+
+    def attend() -> Tensor:
+        q = torch.ones(1, 2, TOKENS, 64).tril()
+        with sparge.sdpa(POLICY, 128) as own:
+            outs = [functional.scaled_dot_product_attention(q, q, q) for _ in range(calls)]
+        stats.reasons = own.reasons
+        return torch.stack(outs)
+
+    return attend, stats
+
+
+def function(calls: int) -> tuple[Callable[[], Tensor], sparge.CallStats]:
+    stats, q = sparge.CallStats(), torch.ones(1, 2, TOKENS, 64).tril()
+    options: dict[str, Any] = {"policy": POLICY, "min_tokens": 128, "stats": stats}
+    return lambda: torch.stack([
+        sparge.sdpa_call(q, q, q, **options) for _ in range(calls)
+    ]), stats  # fmt: skip
+
+
+def backend(calls: int) -> tuple[Callable[[], Tensor], sparge.CallStats]:
+    pytest.importorskip("diffusers", reason=REASON)
+    from diffusers.models.attention_dispatch import dispatch_attention_fn
+
+    from sparge.integrations.diffusers import register_backend
+
+    q, stats = torch.ones(1, TOKENS, 2, 64).tril(), register_backend(POLICY, 128)
+    attend: Any = dispatch_attention_fn
+    return lambda: torch.stack([
+        attend(q, q, q, backend="sparge") for _ in range(calls)
+    ]), stats  # fmt: skip
+
+
+@pytest.mark.parametrize("door", [context, function, backend])
+def test_calls_stay_exact_are_counted_and_the_log_says_it_once(
+    door: Any, reason: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attend, stats = door(3)
+    with torch.no_grad(), caplog.at_level(logging.ERROR, "sparge"):
+        outs = attend()
+    monkeypatch.undo()
+    assert stats.reasons == {reason: 3} and len(caplog.records) == 1
+    assert str(ERRORS[reason]) in caplog.text
+    q = torch.ones(1, 2, TOKENS, 64).tril()
+    exact = functional.scaled_dot_product_attention(q, q, q)
+    if door is backend:
+        q = torch.ones(1, TOKENS, 2, 64).tril().transpose(1, 2)
+        exact = functional.scaled_dot_product_attention(q, q, q).transpose(1, 2)
+    assert all(torch.equal(out, exact) for out in outs)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_model_of_transformers_stays_exact(
+    make_model, padded: bool, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    from sparge.integrations.transformers import enable
+
+    model, ids = make_model(), torch.randint(3, 97, (2, TOKENS))
+    mask = torch.ones_like(ids)
+    mask[1, :100] = 0 if padded else 1
+    with torch.no_grad(), caplog.at_level(logging.ERROR, "sparge"):
+        own = model(ids, attention_mask=mask).logits
+        with enable(model, POLICY, 100) as sparse:
+            assert torch.equal(model(ids, attention_mask=mask).logits, own)
+    assert sparse.stats.reasons == {reason: 2} and len(caplog.records) == 1
+
+
+def test_a_pipeline_of_diffusers_stays_exact(reason: str, caplog) -> None:
+    pytest.importorskip("diffusers", reason=REASON)
+    from benchmarks.tiny_models.pipelines import ALL
+    from sparge.integrations.diffusers import enable
+
+    tiny = ALL["Wan 2.1"]()
+    own = tiny(2)
+    with enable(tiny.pipe, "manual", topk=0.3, min_tokens=100, start_percent=0.0) as handle:
+        assert torch.equal(tiny(2), own)
+    assert handle.result is not None and handle.result.tally.sparse == 0
+    assert handle.result.tally.dense == 8
+    if reason == KERNEL_DID_NOT_COMPILE:
+        assert handle.result.tally.reasons == {reason: 8} and len(caplog.records) == 1
