@@ -28,7 +28,7 @@ _REFERENCES = "reference_image_num_tokens"
 _DISPATCH = "__torch_dispatch__"
 #: Arguments of ComfyUI's functions for attention, in their order, and their defaults.
 _ARGUMENTS: Mapping[str, Any] = {
-    "q": None, "k": None, "v": None, "heads": 0, "mask": None, "attn_precision": None,
+    "q": None, "k": None, "v": None, "heads": None, "mask": None, "attn_precision": None,
     "skip_reshape": False, "skip_output_reshape": False,
 }  # fmt: skip
 

@@ -76,7 +76,7 @@ class PlainRows:
         for dims in ((1, 2),) if approximates else ((1, 2), (1,), (2,)):
             square = norm.sum(dims).clamp_min(1e-30)
             relative, eight_bit = ((x.sum(dims) / square).sqrt() for x in (error, noise))
-            gain = (along.sum(dims) / square - 1).abs()
+            gain = ((along - norm).sum(dims) / square).abs()
             if approximates:
                 quotients += [relative / _APPROXIMATE, gain / _APPROXIMATE_GAIN]
                 continue
@@ -114,7 +114,8 @@ def _attended(
     q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Exact result (B, heads, rows, D) and expected square of the error of 8 bits."""
-    levels = q.abs().amax((-2, -1), keepdim=True).clamp_min(1e-30) / _INT8
+    finite = q.nan_to_num(0, 0, 0)
+    levels = finite.abs().amax((-2, -1), keepdim=True).clamp_min(1e-30) / _INT8
     rounded = (q / levels).round() * levels
     scores = torch.cat([q, rounded], -2) @ k.mT * scale
     if mask is not None:
