@@ -22,12 +22,13 @@ from torch import Tensor
 from ..sparge.common.closures import leads_to
 from ..sparge.common.failures import Failures
 from ..sparge.errors import Unsupported
+from ..sparge.sampling import Dense
 from ..sparge.tune import Call, PassFacts
 from .host import untracked_allocations
 from .plain_rows import PlainRows
 
 CHANGES = "another node changes this attention"
-CHECKING = "checking what another node does to attention"
+CHECKING = "checking another node's attention"
 
 Override = Callable[..., Tensor]
 
@@ -85,11 +86,11 @@ class Check:
         known = self.layers.plain.get(row, set()).issuperset(self.facts.conditioning)
         return None if known and row != self.again else CHECKING
 
-    def compared(self, row: int, call: Call, key_mask: Tensor | None, dense: Override) -> Tensor:
+    def compared(self, row: int, call: Call, key_mask: Tensor | None, dense: Dense) -> Tensor:
         """Result of dense(), which is compared where it is not known what the override does, and in
         the last dense step once more. Never waits."""
         why, row = self.why_dense(row), self.layers.place(row)
-        if why is CHANGES or (why is None and not self.facts.is_last_dense):
+        if why == CHANGES or (why is None and not self.facts.is_last_dense):
             return dense()
         expected: PlainRows | None = None
         with self._caught():  # before the override has the tensors: it may change them in place

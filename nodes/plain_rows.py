@@ -52,6 +52,7 @@ class PlainRows:
     """(B, H, rows) float32: expected square of the error of 8 bits."""
 
     @classmethod
+    @torch.no_grad()
     def of(cls, call: Call, key_mask: Tensor | None) -> PlainRows:
         """Computes them, part by part of the heads. Never waits. key_mask: mask of keys, one row
         for each batch entry or for all."""
@@ -61,6 +62,7 @@ class PlainRows:
         outs, noises = zip(*parts, strict=True)
         return cls(rows, torch.cat(outs, 1), torch.cat(noises, 1))
 
+    @torch.no_grad()
     def excess(self, out: Tensor, approximates: bool) -> Tensor:
         """Largest quotient of what a result (B, H, N, D) shows and what a plain backend may show:
         above 1 it is none. A scalar on the device. approximates: the backend is known for an
@@ -119,12 +121,8 @@ def _attended(
     rounded = (q / levels).round() * levels
     scores = torch.cat([q, rounded], -2) @ k.mT * scale
     if mask is not None:
-        hidden = (
-            scores.new_zeros(()).masked_fill(~mask, -torch.inf)
-            if mask.dtype == torch.bool
-            else mask
-        )
-        scores = scores + hidden
+        hides = mask.dtype == torch.bool
+        scores = scores.masked_fill(~mask, -torch.inf) if hides else scores + mask
     weights = scores.softmax(-1)
     out, of_rounded = (weights @ v).chunk(2, -2)
     squares = weights.chunk(2, -2)[0].square()

@@ -11,7 +11,7 @@ from tests.comfy.expected import EIGHT_BIT
 from tests.comfy.overrides import BACKENDS, MEANINGS
 
 CHANGES = "another node changes this attention"
-CHECKING = "checking what another node does to attention"
+CHECKING = "checking another node's attention"
 ALL = {"topk": 1.0}
 BUDGET = {"mode": "auto budget", "topk": 1.0}
 #: Families and their layers.

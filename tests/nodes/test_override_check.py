@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("reference_allowed")
 
 KEY = "optimized_attention_override"
 CHANGES = "another node changes this attention"
-CHECKING = "checking what another node does to attention"
+CHECKING = "checking another node's attention"
 ALL = {"topk": 1.0, "start_percent": 0.0}
 #: Noise levels of runs in which every step may be sparse.
 LEVELS = [0.9 - 0.05 * step for step in range(12)]
