@@ -7,7 +7,7 @@ flat. What else somebody's model or node may send is nothing to guess at: such a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -24,6 +24,13 @@ _KNOWN_OPTIONS = {
 }
 #: Key of transformer_options: tokens of each image that a model appends after the grid.
 _REFERENCES = "reference_image_num_tokens"
+#: Method that classes have whose tensors have no memory of their own.
+_DISPATCH = "__torch_dispatch__"
+#: Arguments of ComfyUI's functions for attention, in their order, and their defaults.
+_ARGUMENTS: Mapping[str, Any] = {
+    "q": None, "k": None, "v": None, "heads": None, "mask": None, "attn_precision": None,
+    "skip_reshape": False, "skip_output_reshape": False,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -44,6 +51,34 @@ class AttentionCall(GivenCall):
     options: dict[str, Any]
     by_backend: bool = False
     """Whether ComfyUI's own function serves a dense call, that of the run's speed table."""
+    override: Callable[..., Tensor] | None = None
+    """Override of another node that serves a dense call, where it may be more than a backend."""
+
+    @classmethod
+    def of(
+        cls,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        by_backend: bool,
+        override: Callable[..., Tensor] | None,
+    ) -> AttentionCall | None:
+        """Call by the arguments of ComfyUI's functions for attention; None where they are others,
+        or its tensors not such as this pack can read."""
+        given = dict(zip(_ARGUMENTS, args, strict=False))
+        options = {name: value for name, value in kwargs.items() if name not in _ARGUMENTS}
+        named = {name: value for name, value in kwargs.items() if name in _ARGUMENTS}
+        if len(args) > len(_ARGUMENTS) or given.keys() & named.keys():
+            return None
+        q, k, v, heads, mask, _, skip_reshape, skip_output_reshape = {
+            **_ARGUMENTS, **given, **named
+        }.values()  # fmt: skip
+        tensors = [x for x in (q, k, v, mask) if x is not None]
+        if len(tensors) < 3 or not isinstance(heads, int) or not all(map(_is_plain, tensors)):
+            return None
+        return cls(
+            q, k, v, heads, mask, bool(skip_reshape), bool(skip_output_reshape), options,
+            by_backend, override,
+        )  # fmt: skip
 
     @cached_property
     def tensors(self) -> Call | str:
@@ -111,6 +146,12 @@ class AttentionCall(GivenCall):
         if len(shape) == 3 and shape[0] != of_q[0]:
             return tensor.numel() // max(1, of_q[0] * shape[2])  # as in `_split`
         return shape[1] if len(shape) > 1 else 0
+
+
+def _is_plain(x: object) -> bool:
+    """Whether x is a tensor with memory of its own, maybe of a class whose methods are other ones:
+    no container of tensors, and no quantized or distributed one."""
+    return isinstance(x, Tensor) and getattr(type(x), _DISPATCH, None) is getattr(Tensor, _DISPATCH)
 
 
 def _sum_of_counts(counts: object) -> int | None:

@@ -5,16 +5,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from ..sparge.sampling import Dense, Kind, ServedPass
-from ..sparge.tune import PassFacts, fitted
+from ..sparge.sampling import Dense, GivenCall, Kind, Layer, ServedPass
+from ..sparge.sampling.decision import Decision
+from ..sparge.tune import Call, DenseOnce, PassFacts, fitted
 from .attention_call import AttentionCall
 from .families import token_layout
 from .layer_counter import LayerCounter
+from .override_check import CHANGES, Check
 from .run_state import Run
+
+#: Reason of a dense call that is unlike all that ComfyUI makes.
+UNKNOWN_CALL = "the model calls attention in a way unknown here"
 
 
 @dataclass(kw_only=True)
@@ -23,6 +29,10 @@ class Forward(ServedPass):
 
     run: Run
     layers: LayerCounter
+
+    def __deepcopy__(self, memo: object) -> Forward:
+        """Itself, as its run."""
+        return self
 
     @classmethod
     def begin(
@@ -52,6 +62,7 @@ class Forward(ServedPass):
             facts = run.window.facts(facts, level, run.schedule)
             with run.failures.caught("nothing was shown while the run goes on"):
                 run.progress.at(level)
+        run.override_checks.begin_pass(x.device, facts)
         policy = fitted(run.asked, x.device)
         begun = run.session.begin_pass(layout, policy, x.device, facts, usable=unusable is None)
         beside = frozenset(sound[2] for sound in packed[1:])
@@ -60,14 +71,56 @@ class Forward(ServedPass):
             beside=beside,
         )  # fmt: skip
 
-    def attend(self, given: AttentionCall, dense: Dense) -> Tensor:
-        """Result of a call, sparse when nothing speaks against it, else from dense()."""
+    def attend(self, given: AttentionCall | None, dense: Dense) -> Tensor:
+        """Result of a call, sparse when nothing speaks against it, else from dense(). None stands
+        for a call that nobody here can read."""
         if self.handing_on:
             return dense()
+<<<<<<< HEAD
         decision, options, facts = self.decision(given), given.transformer_options, given.facts
         whole = min(facts.query_tokens, facts.key_tokens) >= self.layout.grid_tokens
         if decision.kind is Kind.SELF or (decision.kind is Kind.PART and whole):
             layer = self.layers.next(options, decision.tokens, given.heads)
+=======
+        if given is None:
+            self.run.tally.add_dense(UNKNOWN_CALL, 0, False)
+            return self._hand_on(dense)
+        decision, options = self.decision(given), given.transformer_options
+        kind = decision.kind
+        if kind is Kind.SELF or (kind is Kind.PART and self.layout.text is None):
+            layer = self.layers.next(options, decision.tokens)
+>>>>>>> w/over
         else:  # one of several calls in a layer
             layer = self.layers.peek(options)
+        check, call = self._check(given), given.tensors
+        if (
+            check is not None
+            and isinstance(call, Call)
+            and not (decision.why_exact or self.unusable)
+        ):
+            dense = partial(check.compared, layer.row, call, given.key_mask, dense)
         return self.serve(given, decision, layer, dense)
+
+    def _check(self, given: AttentionCall) -> Check | None:
+        """Check of another node's override; None where none serves the call but backends."""
+        if given.override is None or given.q.device != self.begun.device:
+            return None
+        return self.run.override_checks.of(
+            given.override, self.layout.rows, self.begun.device, self.begun.facts
+        )
+
+    def _sparse(
+        self, given: GivenCall, decision: Decision, layer: Layer, dense: DenseOnce
+    ) -> Tensor | str:
+        """Sparse result of a call, or the reason why it is dense. Heads are measured also where it
+        is not known yet what another node does."""
+        assert isinstance(given, AttentionCall)
+        check = self._check(given)
+        why = None if check is None else check.why_dense(layer.row)
+        if why is None:
+            return super()._sparse(given, decision, layer, dense)
+        reason, call = self._why_dense(given, decision, layer), given.tensors
+        if reason is None and why != CHANGES and isinstance(call, Call):
+            planned = self.begun.plan(call, layer.row, dense, decision.ends)
+            reason = planned if isinstance(planned, str) else None
+        return reason or why

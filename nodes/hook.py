@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -21,6 +20,7 @@ from . import host, report
 from .attention_call import AttentionCall
 from .forward import Forward
 from .layer_counter import COUNTER_KEY
+from .override_check import Override
 from .run_state import Run
 from .settings import Settings
 
@@ -43,8 +43,6 @@ NO_END = "a step was not prepared"
 #: Attribute of our overrides that holds their Mark.
 MARK = "__sparge__"
 
-Override = Callable[..., torch.Tensor]
-
 
 @dataclass(frozen=True)
 class Mark:
@@ -65,6 +63,10 @@ class Hook:
         self.last_shape: tuple[int, ...] | None = None
         """Shape of the latent that the last run gave; None where it gave none or several."""
         self._on_top: Override | None = None
+
+    def __deepcopy__(self, memo: object) -> Hook:
+        """Itself: its override has it, and functions are not copied."""
+        return self
 
     def show(self, text: str) -> None:
         host.show_on_node(self.node_id, text)
@@ -154,6 +156,8 @@ class Hook:
             forward = Forward.begin(run, network, x, t, c_crossattn, options, kwargs, which)
             told = run.replaced_blocks.told(options)
             options = {**told, FORWARD_KEY: forward, COUNTER_KEY: forward.layers}
+            if OVERRIDE_KEY in options:
+                options[OVERRIDE_KEY] = self._of_pass(run, options[OVERRIDE_KEY])
         if forward is None:
             run.note(f"passes were dense because of {FAILED}")
         result = executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
@@ -188,6 +192,13 @@ class Hook:
         assert self._on_top is not None
         return self._on_top
 
+    def _of_pass(self, run: Run, found: Override) -> Override:
+        """Override of a pass, as `_reinstalled` has it: one may come after the run began."""
+        known = run.overrides.get(id(found))
+        if known is None:  # what has an id must live
+            known = run.overrides[id(found)] = found, self._reinstalled(found)
+        return known[1]
+
     def _is_ours(self, item: Any) -> bool:
         mark: Mark | None = getattr(item, MARK, None)
         return mark is not None and mark.hook is self
@@ -211,43 +222,29 @@ def hook_of(model: Any) -> Hook | None:
 
 
 def make_override(hook: Hook, previous: Override | None) -> Override:
-    """Makes the function that ComfyUI calls in place of its attention backend ``func``."""
+    """Makes the function that ComfyUI calls in place of its attention backend ``func``. Dense calls
+    get their arguments as they came."""
+    checked = None if previous is None or host.is_own_backend(previous) else previous
 
-    def override(
-        func: Override, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> torch.Tensor:
+    def override(func: Override, *args: Any, **kwargs: Any) -> torch.Tensor:
         if torch.compiler.is_compiling() and is_traced_whole():
             dense = func if previous is None else partial(previous, func)
-            return dense(q, k, v, *args, **kwargs)
-        return attend(func, q, k, v, *args, **kwargs)
+            return dense(*args, **kwargs)
+        return attend(func, *args, **kwargs)
 
     @untraced
-    def attend(
-        func: Override,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        heads: int,
-        mask: torch.Tensor | None = None,
-        attn_precision: Any = None,
-        skip_reshape: bool = False,
-        skip_output_reshape: bool = False,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        path = func if previous is None else partial(previous, func)
-        dense = partial(
-            path, q, k, v, heads, mask=mask, attn_precision=attn_precision,
-            skip_reshape=skip_reshape, skip_output_reshape=skip_output_reshape, **kwargs,
-        )  # fmt: skip
+    def attend(func: Override, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if previous is None:
+            path = func = host.preferred_attention() or func
+        else:
+            path = partial(previous, func)
+        dense = partial(path, *args, **kwargs)
         forward = (kwargs.get("transformer_options") or {}).get(FORWARD_KEY)
         if forward is None or forward.run.owner is not hook:
             return dense()  # outside a sampling run, or a node after this one took over
         name = getattr(func, "__name__", "")
         timed = previous is None and name == forward.run.backend_function
-        call = AttentionCall(
-            q, k, v, heads, mask, skip_reshape, skip_output_reshape, kwargs, timed
-        )  # fmt: skip
-        return forward.attend(call, dense)
+        return forward.attend(AttentionCall.of(args, kwargs, timed, checked), dense)
 
     setattr(override, MARK, Mark(hook, previous))
     return cast(Override, override)

@@ -13,6 +13,7 @@ from ..sparge import sampling
 from ..sparge.tune import Conditioning, Progress, SigmaWindow
 from .host import exact_attention, exact_backend, untracked_allocations
 from .layer_counter import ReplacedBlocks
+from .override_check import Override, OverrideChecks
 from .settings import Settings
 from .words import WORDS
 
@@ -50,6 +51,9 @@ class Run(sampling.Run):
         self.backend_function: str = getattr(exact_attention(), "__name__", "")
         """Name of the function that the run's speed table is of."""
         self.replaced_blocks = ReplacedBlocks()
+        self.overrides: dict[int, tuple[Override, Override]] = {}
+        """Overrides of passes by id, each with what the pass gets in its place."""
+        self.override_checks = OverrideChecks(self.failures)
         falls = settings.aim is not None and settings.aim.falls
         self.needs_level = falls or not self.window.is_everything
         """Whether a pass has to know its noise level, for which it waits."""
@@ -59,6 +63,10 @@ class Run(sampling.Run):
         self._evaluated = False
         self._of_step: set[int] = set()  # conditionings of a step, where nobody counts evaluations
         self._lock = threading.Lock()
+
+    def __deepcopy__(self, memo: object) -> Run:
+        """Itself: other nodes copy the options of a run deeply, and its state is one."""
+        return self
 
     def begin_evaluation(self) -> None:
         """Begins an evaluation of the model. It counts as a step whatever passes ComfyUI splits it

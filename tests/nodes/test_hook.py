@@ -159,8 +159,9 @@ def test_a_node_that_overwrites_ours_becomes_the_dense_path(
     running = session(patched)
     for _ in range(2):
         running.sample(looking, [0.5] * 250)
-    assert [run.tally.sparse for run, _ in runs] == [250, 250]
-    assert len(served) == 2 * 250 * 3
+    compared = 1 + 63  # at first, and in every fourth step
+    assert [run.tally.sparse for run, _ in runs] == [250 - compared] * 2
+    assert len(served) == 2 * (250 * 3 + compared)
     assert len({id(override) for override in in_use}) == 1  # a new one would make models recompile
     assert in_use[0].__sparge__.previous is theirs is running.options[KEY]
 
@@ -174,8 +175,8 @@ def test_a_dense_path_that_leads_back_ends(run):
             func, *args, **kwargs
         )
 
-    tally = run(prepared=hide).tally
-    assert (tally.sparse, tally.calls) == (1, 4)
+    tally = run([0.9, 0.5], prepared=hide).tally
+    assert (tally.sparse, tally.calls) == (1, 8)
 
 
 def test_nothing_outlives_a_run(run, runs):

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A few query rows of an attention call in exact arithmetic, and how far from them a plain backend
+may be: whatever computes just this attention, in 16 bits or in 8.
+
+The error that 8 bits make differs by a factor of ten between layers, so it is predicted for the
+very rows, keys and values: a fixed limit would take a temperature in one layer for rounding, and
+rounding in another for a temperature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..sparge.tune import Call
+
+#: Query rows of a batch entry, spread over all its tokens: both ends, where text stands, are among
+#: them.
+ROWS = 32
+#: Bytes of a part of the keys in float32.
+_PART = 64 << 20
+#: Levels of int8 on either side of zero.
+_INT8 = 127
+#: Mean square of the relative error of rounding to e4m3, whose mantissa has three bits.
+_E4M3 = 0.0255**2
+
+#: Times the predicted 8-bit error that a plain backend may err, in all rows, in a row, in a head.
+#: SageAttention's arithmetic, with smoothed keys and without, errs 0.3 to 1.9 times as much.
+_TIMES_EIGHT_BIT = 2.5
+#: Relative error of 16-bit arithmetic and of a result in bfloat16, with room.
+_SIXTEEN_BIT = 0.004
+#: Distance from 1 of the gain of a plain backend, whose errors are as often up as down, and the
+#: share of its error that may look like a gain where a head attends to few keys.
+_GAIN, _GAIN_BY_ERROR = 0.02, 0.2
+#: Relative error and gain of backends that approximate, such as sparse ones, in all rows together:
+#: Sol-Attn errs 0.1 to 0.3.
+_APPROXIMATE, _APPROXIMATE_GAIN = 0.4, 0.15
+
+
+@dataclass(frozen=True, eq=False)
+class PlainRows:
+    """Rows of the result of a call, as it would be without any other node."""
+
+    rows: Tensor
+    """(rows,) int64: their places among the queries."""
+    out: Tensor
+    """(B, H, rows, D) float32: the exact result."""
+    noise: Tensor
+    """(B, H, rows) float32: expected square of the error of 8 bits."""
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, call: Call, key_mask: Tensor | None) -> PlainRows:
+        """Computes them, part by part of the heads. Never waits. key_mask: mask of keys, one row
+        for each batch entry or for all."""
+        rows = _spread(call.query_tokens, call.q.device)
+        with torch.autocast(call.q.device.type, enabled=False):
+            parts = [_attended(*part) for part in _parts(call, rows, key_mask)]
+        outs, noises = zip(*parts, strict=True)
+        return cls(rows, torch.cat(outs, 1), torch.cat(noises, 1))
+
+    @torch.no_grad()
+    def excess(self, out: Tensor, approximates: bool) -> Tensor:
+        """Largest quotient of what a result (B, H, N, D) shows and what a plain backend may show:
+        above 1 it is none. A scalar on the device. approximates: the backend is known for an
+        approximation."""
+        found = out.index_select(2, self.rows).float()
+        known = self.out.isfinite().all(-1)
+        error, norm, along = (
+            torch.where(known, x.sum(-1), 0)
+            for x in ((found - self.out).square(), self.out.square(), found * self.out)
+        )
+        noise = torch.where(known, self.noise, 0)
+        quotients = []
+        for dims in ((1, 2),) if approximates else ((1, 2), (1,), (2,)):
+            square = norm.sum(dims).clamp_min(1e-30)
+            relative, eight_bit = ((x.sum(dims) / square).sqrt() for x in (error, noise))
+            gain = ((along - norm).sum(dims) / square).abs()
+            if approximates:
+                quotients += [relative / _APPROXIMATE, gain / _APPROXIMATE_GAIN]
+                continue
+            quotients.append(relative / (_TIMES_EIGHT_BIT * eight_bit + _SIXTEEN_BIT))
+            if dims != (1,):  # in a row alone the errors of a few keys do not cancel
+                quotients.append(gain / (_GAIN + _GAIN_BY_ERROR * eight_bit))
+        largest = torch.stack([x.amax() for x in quotients]).amax()
+        return largest.nan_to_num(nan=torch.inf)
+
+
+def _spread(tokens: int, device: torch.device) -> Tensor:
+    if tokens <= ROWS:
+        return torch.arange(tokens, device=device)
+    return torch.arange(ROWS, device=device) * (tokens - 1) // (ROWS - 1)
+
+
+def _parts(
+    call: Call, rows: Tensor, key_mask: Tensor | None
+) -> Iterator[tuple[Tensor, Tensor, Tensor, float, Tensor | None]]:
+    """Yields q (B, Hkv, heads a key head, rows, D), k and v (B, Hkv, 1, M, D) in float32, scale and
+    mask of some key heads."""
+    q, k, v = call.qkv
+    batch, kv_heads, keys, head_dim = k.shape
+    scale = head_dim**-0.5 if call.scale is None else call.scale
+    mask = None if key_mask is None else key_mask.reshape(-1, 1, 1, 1, keys)
+    q = q.index_select(2, rows).float().unflatten(1, (kv_heads, -1))
+    step = max(1, _PART // (4 * batch * keys * head_dim))
+    for first in range(0, kv_heads, step):
+        part = slice(first, first + step)
+        keys_of, values_of = (x[:, part].float().unsqueeze(2) for x in (k, v))
+        yield q[:, part], keys_of, values_of, scale, mask
+
+
+def _attended(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Exact result (B, heads, rows, D) and expected square of the error of 8 bits."""
+    finite = q.nan_to_num(0, 0, 0)
+    levels = finite.abs().amax((-2, -1), keepdim=True).clamp_min(1e-30) / _INT8
+    rounded = (q / levels).round() * levels
+    scores = torch.cat([q, rounded], -2) @ k.mT * scale
+    if mask is not None:
+        hides = mask.dtype == torch.bool
+        scores = scores.masked_fill(~mask, -torch.inf) if hides else scores + mask
+    weights = scores.softmax(-1)
+    out, of_rounded = (weights @ v).chunk(2, -2)
+    squares = weights.chunk(2, -2)[0].square()
+    # The keys' error differs from key to key, and so do those of weights and values: they add up by
+    # their squares. That of a query is the same for all keys.
+    mean = k.mean(-2, keepdim=True)
+    reach = torch.maximum(k.amax(-2, keepdim=True) - mean, mean - k.amin(-2, keepdim=True))
+    of_score = (scale / _INT8 * reach.amax(-1, keepdim=True)).square() / 12
+    of_score = of_score * q.square().sum(-1, keepdim=True)
+    of_values = squares @ v.square().sum(-1, keepdim=True)
+    of_out = squares.sum(-1, keepdim=True) * out.square().sum(-1, keepdim=True)
+    noise = 2 * (_E4M3 + of_score) * of_values + 2 * of_score * of_out
+    noise = noise.squeeze(-1) + (of_rounded - out).square().sum(-1)
+    return out.flatten(1, 2), noise.flatten(1, 2)

@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Overrides of other nodes: when they are compared, and what then becomes of calls."""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import pytest
+import torch
+
+from tests.comfy.overrides import MEANINGS, backend, gain, only_where, override_of, temperature
+from tests.nodes.conftest import backend as dense_of
+from tests.nodes.parts import BLOCKS, EIGHT_BIT, HEADS, TOKENS, relative_error
+
+pytestmark = pytest.mark.usefixtures("reference_allowed")
+
+KEY = "optimized_attention_override"
+CHANGES = "another node changes this attention"
+CHECKING = "checking another node's attention"
+ALL = {"topk": 1.0, "start_percent": 0.0}
+#: Noise levels of runs in which every step may be sparse.
+LEVELS = [0.9 - 0.05 * step for step in range(12)]
+
+
+def setting(override):
+    """Puts an override over ours."""
+    return lambda patched: patched.transformer_options.update({KEY: override})
+
+
+def results(override, step):
+    """What a step gives without our node: one result a layer, of each of the batch's entries."""
+
+    def attend(q, k, v, heads, **kwargs):
+        q, k, v = (torch.cat([x] * 2) for x in (q, k, v))
+        return override(dense_of, q, k, v, heads, **kwargs)
+
+    return step(attend)
+
+
+def test_a_plain_one_is_passed_by_when_it_is_known(sampled, step):
+    """In the first step each layer tells, then one layer in every fourth."""
+    calls = []
+
+    def theirs(func, *args, **kwargs):
+        calls.append(True)
+        return func(*args, **kwargs)
+
+    got = sampled(step, LEVELS, prepared=setting(theirs), **ALL)
+    assert got.tally.reasons == {CHECKING: BLOCKS + 3} and len(calls) == BLOCKS + 3
+    assert got.tally.sparse == len(LEVELS) * BLOCKS - len(calls)
+    assert got.run.override_checks._layers  # nothing of it outlives the run
+
+
+@pytest.mark.parametrize("meaning", sorted(MEANINGS.keys() - {"gain of one prompt"}))
+@pytest.mark.parametrize("widgets", [ALL, {"mode": "auto budget", "topk": 1.0}], ids=str)
+def test_a_meaning_is_kept(sampled, step, meaning, widgets):
+    override = override_of(MEANINGS[meaning])
+    got = sampled(step, LEVELS[:4], prepared=setting(override), **widgets)
+    assert got.tally.sparse == 0 and got.tally.reasons[CHANGES] == 3 * BLOCKS
+    for given in got.given:
+        for found, expected in zip(given, results(override, step), strict=True):
+            assert torch.equal(found, expected)
+
+
+def test_the_first_dense_step_tells(sampled, step):
+    got = sampled(step, [0.9, *LEVELS[4:]], prepared=setting(override_of(backend)), topk=1.0)
+    assert got.tally.reasons == {"before start_percent 0.2": BLOCKS, CHECKING: 2}
+
+
+def test_a_layer_in_which_it_acts_is_dense(sampled, generator):
+    layers = torch.randn(BLOCKS, 3, 1, TOKENS, HEADS * 64, generator=generator)
+
+    def step(attend):
+        for number, layer in enumerate(layers):
+            attend.options["block_index"] = number
+            attend(*layer, HEADS)
+
+    acts = only_where(temperature, lambda options: options["block_index"] == 1)
+    got = sampled(step, LEVELS[:5], prepared=setting(override_of(acts)), **ALL)
+    assert got.tally.reasons == {CHECKING: BLOCKS + 1, CHANGES: 4}
+    assert got.tally.sparse == 4 - 1
+
+
+def test_each_prompt_tells(sampled, step):
+    """Passes of one prompt: the first step is dense for both, and one that it changes is enough."""
+    both = [0], [1]
+    acts = only_where(gain, lambda options: options["cond_or_uncond"] == [1])
+    for meaning, changed in ((backend, 0), (acts, 2 * 2 * BLOCKS)):
+        chosen = setting(override_of(meaning))
+        got = sampled(step, LEVELS[:3], prepared=chosen, conditionings=both, **ALL)
+        assert got.tally.reasons[CHANGES] == changed
+        assert got.tally.reasons[CHECKING] == 2 * BLOCKS + (0 if changed else 2)
+
+
+def test_a_prompt_that_comes_later_tells_for_itself(session, patch, runs, step):
+    """Some guiders leave the negative prompt out at first."""
+
+    class Session(session):
+        def forward(self, step, sigma, conditionings):
+            return super().forward(step, sigma, [0] if sigma > LEVELS[3] else conditionings)
+
+    patched = patch(**ALL)
+    setting(override_of(backend))(patched)
+    Session(patched).sample(step, LEVELS[:6])
+    ((run, _),) = runs
+    assert run.tally.reasons == {CHECKING: 2 * BLOCKS + 2}
+
+
+def test_one_that_begins_to_act_is_found_and_every_layer_tells_again(sampled, step):
+    begins = only_where(temperature, lambda options: float(options["level"]) < 0.7)
+
+    def telling(attend):
+        attend.options["level"] = telling.levels.pop(0)
+        return step(attend)
+
+    telling.levels = list(LEVELS)
+    got = sampled(telling, LEVELS, prepared=setting(override_of(begins)), **ALL)
+    reasons = got.tally.reasons
+    # From step 5 on it acts, which that step's layer tells; the other one in the step after.
+    assert reasons == {CHECKING: BLOCKS + 1 + 1 + 1, CHANGES: 1 + 5 * BLOCKS}
+    assert got.tally.sparse == len(LEVELS) * BLOCKS - reasons.total()
+
+
+def test_one_that_overwrites_ours_in_a_pass_becomes_the_dense_path(sampled, step, patch, session):
+    """Each time by a new function object, or always by the same."""
+    theirs = override_of(temperature)
+    for same in (True, False):
+
+        def overwriting(attend, same=same):
+            return step(attend)
+
+        got = sampled(overwriting, LEVELS[:4], prepared=_in_each_pass(theirs, same), **ALL)
+        assert got.tally.sparse == 0 and got.tally.dense == 4 * BLOCKS
+        assert got.tally.reasons[CHANGES] == (3 * BLOCKS if same else 0)
+        for given in got.given:
+            for found, expected in zip(given, results(theirs, step), strict=True):
+                assert torch.equal(found, expected)
+
+
+def _in_each_pass(override, same):
+    """A node that wraps passes outside of ours."""
+
+    def prepared(patched):
+        def wrapper(executor, x, t, context, text, control, options, **kwargs):
+            chosen = override if same else functools.partial(override)
+            return executor(x, t, context, text, control, options | {KEY: chosen}, **kwargs)
+
+        patched.add_wrapper_with_key("apply_model", "another node", wrapper)
+
+    return prepared
+
+
+def test_reading_waits_once_a_step_and_only_after_a_comparison(sampled, step, monkeypatch):
+    reads, original = [], torch.Tensor.tolist
+
+    def tolist(tensor):
+        if tensor.dtype == torch.float32 and tensor.ndim == 1 and len(tensor) > 2:
+            reads.append(len(tensor))
+        return original(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "tolist", tolist)
+    counts = []
+    for prepared in (lambda patched: None, setting(override_of(backend))):
+        reads.clear()
+        sampled(step, LEVELS, prepared=prepared, conditionings=([0], [1]), **ALL)
+        counts.append(len(reads))
+    assert counts[1] - counts[0] == 4, "after the first step, and after three more"
+
+
+def test_a_result_of_another_shape_is_a_change(sampled, step):
+    def theirs(func, *args, **kwargs):
+        return func(*args, **kwargs)[:, :, :64]
+
+    got = sampled(step, LEVELS[:3], prepared=setting(theirs), **ALL)
+    assert got.tally.reasons == {CHECKING: BLOCKS, CHANGES: 2 * BLOCKS}
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a bug"), torch.OutOfMemoryError("no room")])
+def test_without_a_comparison_calls_stay_dense(
+    sampled, step, load_pack, monkeypatch, error, caplog
+):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(load_pack("nodes.plain_rows"), "_attended", fail)
+    got = sampled(step, LEVELS[:3], prepared=setting(override_of(backend)), **ALL)
+    assert got.tally.reasons == {CHECKING: 3 * BLOCKS}
+    assert ("a bug" in caplog.text) == ("a bug" in str(error))
+
+
+def sol_attn(q, k, v):
+    raise AssertionError("nobody calls it")
+
+
+def _with_sol(attend, *args, **kwargs):
+    return sol_attn(*args) if kwargs.get("never") else attend(*args, **kwargs)
+
+
+class _Sol:
+    def __call__(self, func, *args, **kwargs):
+        return _with_sol(func, *args, **kwargs)
+
+
+def test_approximations_are_known_by_the_names_in_their_code(load_pack):
+    approximates = load_pack("nodes.override_check").approximates
+    inner = functools.partial(_with_sol, None)
+    known = [_with_sol, _Sol(), lambda *a, **k: inner(*a, **k), functools.partial(_Sol())]
+    assert all(map(approximates, known))
+    assert not any(map(approximates, [override_of(temperature), dense_of, torch.nn.Identity()]))
+
+
+def test_copies_of_options_are_of_the_same_run(sampled, step):
+    """As packs make them that change the conditioning of a pass."""
+    seen = []
+
+    def copying(attend):
+        run = attend.options["sparge_run"]
+        copied = copy.deepcopy(dict(attend.options))
+        assert copied["sparge_run"] is run and copied[KEY] is attend.options[KEY]
+        for name in ("sparge_forward", "sparge_layers"):
+            assert copied[name] is attend.options[name]
+        assert copy.deepcopy(run.owner) is run.owner
+        seen.append(True)
+        return step(attend)
+
+    for widgets in (ALL, {"mode": "auto quality"}, {"mode": "auto budget"}):
+        assert sampled(copying, LEVELS[:3], **widgets).tally.sparse > 0
+    assert len(seen) == 9
+
+
+def test_ours_under_an_override_with_a_meaning_serves_it_sparse(sampled, step):
+    def chained(patched):
+        options = patched.transformer_options
+        options[KEY] = override_of(temperature, options[KEY])
+
+    got = sampled(step, LEVELS[:3], prepared=chained, **ALL)
+    assert got.tally.sparse == 3 * BLOCKS
+    for given in got.given:
+        for found, expected in zip(given, results(override_of(temperature), step), strict=True):
+            assert relative_error(found, expected) < 5 * EIGHT_BIT
