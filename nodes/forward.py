@@ -76,20 +76,13 @@ class Forward(ServedPass):
         for a call that nobody here can read."""
         if self.handing_on:
             return dense()
-<<<<<<< HEAD
+        if given is None:
+            self.run.tally.add_dense(UNKNOWN_CALL, 0, False)
+            return self._hand_on(dense)
         decision, options, facts = self.decision(given), given.transformer_options, given.facts
         whole = min(facts.query_tokens, facts.key_tokens) >= self.layout.grid_tokens
         if decision.kind is Kind.SELF or (decision.kind is Kind.PART and whole):
             layer = self.layers.next(options, decision.tokens, given.heads)
-=======
-        if given is None:
-            self.run.tally.add_dense(UNKNOWN_CALL, 0, False)
-            return self._hand_on(dense)
-        decision, options = self.decision(given), given.transformer_options
-        kind = decision.kind
-        if kind is Kind.SELF or (kind is Kind.PART and self.layout.text is None):
-            layer = self.layers.next(options, decision.tokens)
->>>>>>> w/over
         else:  # one of several calls in a layer
             layer = self.layers.peek(options)
         check, call = self._check(given), given.tensors

@@ -39,14 +39,10 @@ class LayerCounter:
     _refiners: int = field(default=0, repr=False)  # refiners whose calls came
     _shortened: int | None = field(default=None, repr=False)
 
-<<<<<<< HEAD
-    def next(self, options: Mapping[str, Any], tokens: int, heads: int) -> Layer:
-=======
     def __deepcopy__(self, memo: object) -> LayerCounter:
         return self
 
-    def next(self, options: Mapping[str, Any], tokens: int) -> Layer:
->>>>>>> w/over
+    def next(self, options: Mapping[str, Any], tokens: int, heads: int) -> Layer:
         """Layer of a self-attention call over so many tokens, which is counted."""
         published = self._published(options)
         if published is None and self._refiners < self.layout.refiners:

@@ -139,11 +139,6 @@ def run_kernels(
     stages = {name: getattr(ops, f"_{name}") for name in ("quantize", "route", "attend")}
     monkeypatch.setattr(pretended_gpu, "ops", SimpleNamespace(**stages))
 
-<<<<<<< HEAD
-    def run(policy: SparsePolicy, causal: bool, mask: Any = None, others: Any = ()) -> Any:
-        q = torch.zeros(1, 2, GRID.tokens, 64, dtype=torch.bfloat16)
-        call = make_call(q, q, q, policy, "HND", causal, 0.125, None, mask, *others)
-=======
     def run(
         policy: SparsePolicy,
         causal: bool,
@@ -152,8 +147,7 @@ def run_kernels(
         tokens: int = GRID.tokens,
     ) -> Any:
         q = torch.zeros(1, 2, tokens, 64, dtype=torch.bfloat16)
-        call = make_call(q, q, q, policy, "HND", causal, 0.125, None, mask, None, *others)
->>>>>>> w/counts
+        call = make_call(q, q, q, policy, "HND", causal, 0.125, None, mask, *others)
         pretended_gpu.run_kernels(call, torch.empty_like(q), None, None)
         return queued
 
