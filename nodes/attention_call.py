@@ -14,8 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..sparge.sampling import CallFacts, GivenCall
-from ..sparge.tune import Call
+from ..sparge.session import Call, CallFacts, GivenCall
 
 #: Keywords that do not change the result, or that the library honours.
 _KNOWN_OPTIONS = {

@@ -16,8 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from ..sparge import TokenGrid
-from ..sparge.sampling import TokenLayout
-from ..sparge.tune import TextPosition
+from ..sparge.session import TextPosition, TokenLayout
 from . import off_grid, unlisted_models
 from .layer_counts import LayerCounts
 from .off_grid import ModelInputs, OffGrid, Patch, in_patches
@@ -164,11 +163,9 @@ def token_layout(
     prompts = frozenset(map(off_grid.length, sequences))
     if family is None:
         name = unlisted_models.name_of(names)
-        remark, layers = unlisted_models.remark_of(name), unlisted_models.layers_of(model)
-        layers = counts.total or layers
         return ModelLayout(
             family=name, blocks=counts.total, refiners=counts.refiners, counts=counts,
-            remark=remark, layers=layers, context=text, prompts=prompts,
+            remark=unlisted_models.remark_of(name), context=text, prompts=prompts,
         )  # fmt: skip
     patch, cells = family.patch(model), latent_shape[2:]
     layout = ModelLayout(

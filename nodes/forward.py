@@ -10,9 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..sparge.sampling import Dense, GivenCall, Kind, Layer, ServedPass
-from ..sparge.sampling.decision import Decision
-from ..sparge.tune import Call, DenseOnce, PassFacts, fitted
+from ..sparge.session import Call, Dense, GivenCall, Kind, Layer, Pass, Step
+from ..sparge.session.calls import Decision
 from .attention_call import AttentionCall
 from .families import token_layout
 from .layer_counter import LayerCounter
@@ -24,10 +23,10 @@ UNKNOWN_CALL = "the model calls attention in a way unknown here"
 
 
 @dataclass(kw_only=True)
-class Forward(ServedPass):
+class Forward(Pass):
     """One forward pass; lives in its own transformer_options, so threads never share it."""
 
-    run: Run
+    session: Run
     layers: LayerCounter
 
     def __deepcopy__(self, memo: object) -> Forward:
@@ -53,21 +52,18 @@ class Forward(ServedPass):
         packed = extras.get("latent_shapes") or ()
         shape = packed[0] if len(packed) > 1 else x.shape
         layout = token_layout(diffusion_model, shape, context, extras)
-        unusable = run.meet(layout, x.device)
-        conditioning = tuple(options.get("cond_or_uncond") or (0,))
-        facts = PassFacts(conditioning, run.step_of(conditioning), which=which)
-        if unusable is None and run.needs_level:
+        prompts = tuple(options.get("cond_or_uncond") or (0,))
+        step = Step(prompts, run.step_of(prompts), model=which)
+        if run.needs_level and run.unusable(x.device) is None:
             # The one place where a run waits for the GPU: once a pass, for a single number.
             level = float(sigma.max())
-            facts = run.window.facts(facts, level, run.schedule)
+            step = run.window.step(step, level, run.schedule)
             with run.failures.caught("nothing was shown while the run goes on"):
                 run.progress.at(level)
-        run.override_checks.begin_pass(x.device, facts)
-        policy = fitted(run.asked, x.device)
-        begun = run.session.begin_pass(layout, policy, x.device, facts, usable=unusable is None)
+        run.override_checks.begin_pass(x.device, step)
         beside = frozenset(sound[2] for sound in packed[1:])
         return cls(
-            run=run, layout=layout, begun=begun, unusable=unusable, layers=LayerCounter(layout),
+            session=run, layout=layout, step=step, device=x.device, layers=LayerCounter(layout),
             beside=beside,
         )  # fmt: skip
 
@@ -77,7 +73,7 @@ class Forward(ServedPass):
         if self.handing_on:
             return dense()
         if given is None:
-            self.run.tally.add_dense(UNKNOWN_CALL, 0, False)
+            self.session.counts.add_dense(UNKNOWN_CALL, 0, False)
             return self._hand_on(dense)
         decision, options, facts = self.decision(given), given.transformer_options, given.facts
         whole = min(facts.query_tokens, facts.key_tokens) >= self.layout.grid_tokens
@@ -96,24 +92,21 @@ class Forward(ServedPass):
 
     def _check(self, given: AttentionCall) -> Check | None:
         """Check of another node's override; None where none serves the call but backends."""
-        if given.override is None or given.q.device != self.begun.device:
+        if given.override is None or given.q.device != self.device:
             return None
-        return self.run.override_checks.of(
-            given.override, self.layout.rows, self.begun.device, self.begun.facts
+        return self.session.override_checks.of(
+            given.override, self.layout.rows, self.device, self.step
         )
 
-    def _sparse(
-        self, given: GivenCall, decision: Decision, layer: Layer, dense: DenseOnce
-    ) -> Tensor | str:
-        """Sparse result of a call, or the reason why it is dense. Heads are measured also where it
-        is not known yet what another node does."""
+    def why_dense(self, given: GivenCall, decision: Decision, layer: Layer) -> str | None:
+        reason = super().why_dense(given, decision, layer)
+        return reason or (CHANGES if self._why_held(given, layer) == CHANGES else None)
+
+    def held_back(self, given: GivenCall, layer: Layer) -> str | None:
+        """Heads are measured also where it is not known yet what another node does."""
+        return self._why_held(given, layer)
+
+    def _why_held(self, given: GivenCall, layer: Layer) -> str | None:
         assert isinstance(given, AttentionCall)
         check = self._check(given)
-        why = None if check is None else check.why_dense(layer.row)
-        if why is None:
-            return super()._sparse(given, decision, layer, dense)
-        reason, call = self._why_dense(given, decision, layer), given.tensors
-        if reason is None and why != CHANGES and isinstance(call, Call):
-            planned = self.begun.plan(call, layer.row, dense, decision.ends)
-            reason = planned if isinstance(planned, str) else None
-        return reason or why
+        return None if check is None else check.why_dense(layer.row)

@@ -14,8 +14,7 @@ from ..sparge import capabilities
 from ..sparge.common.closures import leads_to
 from ..sparge.common.compiling import is_traced_whole, untraced
 from ..sparge.kernels.warmup import Warmup, warm_up
-from ..sparge.sampling import RunResult
-from ..sparge.tune import FAILED
+from ..sparge.session import FAILED, Report
 from . import host, report
 from .attention_call import AttentionCall
 from .forward import Forward
@@ -59,7 +58,7 @@ class Hook:
     def __init__(self, settings: Settings, node_id: str | None) -> None:
         self.settings = settings
         self.node_id = node_id
-        self.last: RunResult | None = None
+        self.last: Report | None = None
         self.last_shape: tuple[int, ...] | None = None
         """Shape of the latent that the last run gave; None where it gave none or several."""
         self._on_top: Override | None = None
@@ -122,7 +121,7 @@ class Hook:
             if found is not None:
                 options[OVERRIDE_KEY] = found
             self._report(run, stopped=not finished)
-            run.session.end()
+            run.end()
 
     def predict_noise(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
         """Wraps all forward passes of one evaluation of the model: conditionings, batched or not,
@@ -206,7 +205,7 @@ class Hook:
     def _report(self, run: Run, stopped: bool) -> None:
         self.last = None  # if this report fails, the one before must not pass for it
         try:
-            self.last = run.result(stopped)
+            self.last = run.report(stopped)
             report.publish(self.last, self.node_id)
         except Exception:  # the run's own outcome, good or bad, matters more than the report
             logger.exception("[Sparge] the report failed")
@@ -240,10 +239,10 @@ def make_override(hook: Hook, previous: Override | None) -> Override:
             path = partial(previous, func)
         dense = partial(path, *args, **kwargs)
         forward = (kwargs.get("transformer_options") or {}).get(FORWARD_KEY)
-        if forward is None or forward.run.owner is not hook:
+        if forward is None or forward.session.owner is not hook:
             return dense()  # outside a sampling run, or a node after this one took over
         name = getattr(func, "__name__", "")
-        timed = previous is None and name == forward.run.backend_function
+        timed = previous is None and name == forward.session.backend_function
         return forward.attend(AttentionCall.of(args, kwargs, timed, checked), dense)
 
     setattr(override, MARK, Mark(hook, previous))

@@ -15,7 +15,7 @@ from typing import Any
 import comfy.model_management
 import torch
 
-from ..sparge.speed import Backend
+from ..sparge.session import Exact
 
 #: Wrapper points of comfy.patcher_extension.WrappersMP that this pack uses.
 OUTER_SAMPLE = "outer_sample"
@@ -108,9 +108,9 @@ def preferred_attention() -> Callable[..., torch.Tensor] | None:
     return None
 
 
-def exact_backend() -> Backend:
+def exact_backend() -> Exact:
     chosen = exact_attention()
-    return Backend(
+    return Exact(
         backend_name(chosen), lambda q, k, v: chosen(q, k, v, q.shape[1], skip_reshape=True)
     )
 

@@ -15,9 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..sparge.common.compiling import is_traced_whole, untraced
-from ..sparge.sampling import Layer
-from ..sparge.sampling.layout import UNNUMBERED
-from ..sparge.tune import TextPosition
+from ..sparge.session import UNNUMBERED, Layer, TextPosition
 from .families import ModelLayout
 
 #: Key of transformer_options: the counter of the pass. No dict or list: ComfyUI copies those.

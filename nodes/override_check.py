@@ -22,8 +22,7 @@ from torch import Tensor
 from ..sparge.common.closures import leads_to
 from ..sparge.common.failures import Failures
 from ..sparge.errors import Unsupported
-from ..sparge.sampling import Dense
-from ..sparge.tune import Call, PassFacts
+from ..sparge.session import Call, Dense, Step
 from .host import untracked_allocations
 from .plain_rows import PlainRows
 
@@ -48,24 +47,24 @@ class OverrideChecks:
         self._sparse_steps: dict[int, int] = {}
         self._lock = threading.Lock()
 
-    def begin_pass(self, device: torch.device, facts: PassFacts) -> None:
+    def begin_pass(self, device: torch.device, step: Step) -> None:
         """Begins a pass on a device. Waits for it where calls were compared in an earlier step."""
         with self._lock:
-            if facts.why_dense is None:
-                self._sparse_steps.setdefault(facts.step, len(self._sparse_steps))
+            if step.why_dense is None:
+                self._sparse_steps.setdefault(step.number, len(self._sparse_steps))
             found = list(self._layers.items())
         for (_, where, which), layers in found:
-            if (where, which) == (device, facts.which):
-                layers.begin_step(facts.step)
+            if (where, which) == (device, step.model):
+                layers.begin_step(step.number)
 
-    def of(self, override: Override, rows: int, device: torch.device, facts: PassFacts) -> Check:
+    def of(self, override: Override, rows: int, device: torch.device, step: Step) -> Check:
         """Check of the calls of a pass. rows: of a table of the model's layers."""
-        key = id(override), device, facts.which
+        key = id(override), device, step.model
         with self._lock:
             if key not in self._layers:
                 self._layers[key] = _Layers(override, rows, device)
-            layers, place = self._layers[key], self._sparse_steps.get(facts.step)
-        return Check(layers, facts, layers.turn(place), self._failures)
+            layers, place = self._layers[key], self._sparse_steps.get(step.number)
+        return Check(layers, step, layers.turn(place), self._failures)
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ class Check:
     """Check of the calls of one pass."""
 
     layers: _Layers
-    facts: PassFacts
+    step: Step
     again: int | None
     """Row that is compared again in this step."""
     failures: Failures
@@ -83,14 +82,14 @@ class Check:
         row = self.layers.place(row)
         if row in self.layers.changed:
             return CHANGES
-        known = self.layers.plain.get(row, set()).issuperset(self.facts.conditioning)
+        known = self.layers.plain.get(row, set()).issuperset(self.step.prompts)
         return None if known and row != self.again else CHECKING
 
     def compared(self, row: int, call: Call, key_mask: Tensor | None, dense: Dense) -> Tensor:
         """Result of dense(), which is compared where it is not known what the override does, and in
         the last dense step once more. Never waits."""
         why, row = self.why_dense(row), self.layers.place(row)
-        if why == CHANGES or (why is None and not self.facts.is_last_dense):
+        if why == CHANGES or (why is None and not self.step.is_last_dense):
             return dense()
         expected: PlainRows | None = None
         with self._caught():  # before the override has the tensors: it may change them in place
@@ -98,7 +97,7 @@ class Check:
         out = dense()
         with self._caught():
             if expected is not None:
-                self.layers.compare(row, expected, call, out, self.facts)
+                self.layers.compare(row, expected, call, out, self.step)
         return out
 
     @contextmanager
@@ -140,16 +139,14 @@ class _Layers:
         known = sorted(self.plain)
         return known[sparse_step // _AGAIN_EVERY % len(known)]
 
-    def compare(
-        self, row: int, expected: PlainRows, call: Call, out: Tensor, facts: PassFacts
-    ) -> None:
+    def compare(self, row: int, expected: PlainRows, call: Call, out: Tensor, step: Step) -> None:
         try:
             excess = expected.excess(call.result_heads_first(out), self._approximates)
         except Unsupported:  # it gave another shape
             excess = torch.full_like(self._excess[0], torch.inf)
         self._excess[row] = torch.maximum(self._excess[row], excess)
-        self._step = facts.step
-        self._compared.setdefault(row, set()).update(facts.conditioning)
+        self._step = step.number
+        self._compared.setdefault(row, set()).update(step.prompts)
 
     def begin_step(self, step: int) -> None:
         """Reads what was found in an earlier step."""

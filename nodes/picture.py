@@ -13,8 +13,8 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from ..sparge.sampling import RunResult, verdict
-from ..sparge.sampling.verdict import why_nothing
+from ..sparge.session import Report, verdict
+from ..sparge.session.verdict import why_nothing
 
 Colour = tuple[int, int, int]
 
@@ -34,15 +34,16 @@ LINE_LENGTH = 56  # characters of a message
 INTERVALS = (1, 5, 10, 20, 50, 100, 200, 500)
 
 
-def draw(result: RunResult) -> Tensor:
+def draw(report: Report) -> Tensor:
     """(1, height, width, 3) float32, as ComfyUI's images are."""
-    by_step, layers = result.report.by_step, result.report.layers.tolist()
-    if not by_step.numel() or result.tally.missing:
-        return message(why_nothing(result).told or result.words.unreached)
-    errors = result.report.of_layers("predicted")
+    found = report.densities
+    by_step, layers = found.by_step, found.layers.tolist()
+    if not by_step.numel() or report.counts.missing:
+        return message(why_nothing(report).told or report.words.unreached)
+    errors = report.errors_by_layer()
     most = max(errors.values(), default=0)
     right = WIDTH - RIGHT - (ERROR_WIDTH + GAP if most else 0)
-    image = _with_map(verdict(result), by_step, layers, right)
+    image = _with_map(verdict(report), by_step, layers, right)
     if most:
         box = right + GAP, TOP, WIDTH - RIGHT, image.height - BOTTOM
         _errors(image, errors, layers, most, box)

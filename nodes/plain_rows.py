@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..sparge.tune import Call
+from ..sparge.session import Call
 
 #: Query rows of a batch entry, spread over all its tokens: both ends, where text stands, are among
 #: them.

@@ -5,15 +5,15 @@ from __future__ import annotations
 
 import logging
 
-from ..sparge.sampling import RunResult, summary, verdict
+from ..sparge.session import Report, summary, verdict
 from .host import show_on_node
 
 logger = logging.getLogger("sparge")
 
 
-def publish(result: RunResult, node_id: str | None) -> None:
-    text = summary(result)
-    as_meant = result.tally.sparse > 0 or result.stopped_early  # whoever stopped it knows
-    level = logging.INFO if as_meant and not result.notes else logging.WARNING
+def publish(report: Report, node_id: str | None) -> None:
+    text = summary(report)
+    as_meant = report.counts.sparse > 0 or report.stopped_early  # whoever stopped it knows
+    level = logging.INFO if as_meant and not report.notes else logging.WARNING
     logger.log(level, "[Sparge] %s", text)
-    show_on_node(node_id, verdict(result))
+    show_on_node(node_id, verdict(report))

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from ..sparge import sampling
-from ..sparge.tune import Conditioning, Progress, SigmaWindow
+from ..sparge.session import Progress, Session, SigmaWindow
 from .host import exact_attention, exact_backend, untracked_allocations
 from .layer_counter import ReplacedBlocks
 from .override_check import Override, OverrideChecks
@@ -22,7 +21,7 @@ def _ignored(text: str) -> None:
     """Shows nothing."""
 
 
-class Run(sampling.Run):
+class Run(Session):
     """State of one run, shared by its forward passes on every device."""
 
     def __init__(
@@ -43,25 +42,25 @@ class Run(sampling.Run):
             settings,
             SigmaWindow.of(settings.start_percent, settings.end_percent, to_sigma),
             schedule,
-            backend=exact_backend(),
+            exact=exact_backend(),
             words=WORDS,
             untracked=untracked_allocations,
         )
         self.owner = owner
         self.backend_function: str = getattr(exact_attention(), "__name__", "")
-        """Name of the function that the run's speed table is of."""
+        """Name of the function that times of exact calls are of."""
         self.replaced_blocks = ReplacedBlocks()
         self.overrides: dict[int, tuple[Override, Override]] = {}
         """Overrides of passes by id, each with what the pass gets in its place."""
         self.override_checks = OverrideChecks(self.failures)
-        falls = settings.aim is not None and settings.aim.falls
+        falls = settings.aim is not None and settings.aim.kind == "budget"
         self.needs_level = falls or not self.window.is_everything
         """Whether a pass has to know its noise level, for which it waits."""
         self.progress = Progress(schedule, show)
         self._model, self._device = model, device
         self._step = 0
         self._evaluated = False
-        self._of_step: set[int] = set()  # conditionings of a step, where nobody counts evaluations
+        self._of_step: set[int] = set()  # prompts of a step, where nobody counts evaluations
         self._lock = threading.Lock()
 
     def __deepcopy__(self, memo: object) -> Run:
@@ -75,18 +74,18 @@ class Run(sampling.Run):
             self._step += self._evaluated
             self._evaluated = True
 
-    def step_of(self, conditioning: Conditioning) -> int:
+    def step_of(self, prompts: tuple[int, ...]) -> int:
         """Number of the step that a pass belongs to which begins.
 
         A pack that samples past ComfyUI's guiders begins no evaluation: there, a step is over when
-        one of its conditionings comes again.
+        one of its prompts comes again.
         """
         with self._lock:
             if not self._evaluated:
-                if self._of_step.intersection(conditioning):
+                if self._of_step.intersection(prompts):
                     self._step += 1
                     self._of_step.clear()
-                self._of_step.update(conditioning)
+                self._of_step.update(prompts)
             return self._step
 
     def which(self, model: object, device: torch.device) -> int:

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any
 
-from ..sparge import sampling
+from ..sparge import session
 
 #: Not the default of Settings, which an API graph gets: for the same time fewer dense steps and a
 #: higher density are truer (docs/experiments.md, Dense steps for the same time).
@@ -15,7 +15,7 @@ START_OF_NEW_NODES = 0.1
 
 
 @dataclass(frozen=True)
-class Settings(sampling.Settings):
+class Settings(session.Settings):
     """Values of the widgets. They are checked when the node runs: what comes through a link instead
     of a widget, the server has not looked at."""
 

@@ -7,8 +7,7 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from ..sparge.sampling import AUTO_BUDGET, AUTO_QUALITY, MANUAL, QUALITIES
-from ..sparge.tune import LayerSpans
+from ..sparge.session import AUTO_BUDGET, AUTO_QUALITY, MANUAL, QUALITIES, LayerSpans
 from .hook import Hook
 from .host import inference_device
 from .settings import START_OF_NEW_NODES, Settings

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from comfy_api.latest import io
 
-from ..sparge.sampling import RunResult, details, verdict
+from ..sparge.session import Report, details, verdict
 from .hook import hook_of
 from .host import show_on_node
 
@@ -67,7 +67,7 @@ class SpargeAttentionReport(io.ComfyNode):
 
     @classmethod
     def _shown(
-        cls, latent: Any, text: str, lines: str = "", result: RunResult | None = None
+        cls, latent: Any, text: str, lines: str = "", report: Report | None = None
     ) -> io.NodeOutput:
         """Shows a report on the node as well, where there is room for its picture and few lines:
         two in the size in which it is added, so warnings and what was gained come first."""
@@ -79,7 +79,7 @@ class SpargeAttentionReport(io.ComfyNode):
             from . import picture
         except ImportError:  # no Pillow
             return io.NodeOutput(latent, text, torch.zeros(1, 64, 64, 3), ui={"text": (text,)})
-        image = picture.message(text) if result is None else picture.draw(result)
+        image = picture.message(text) if report is None else picture.draw(report)
         shown = ui.PreviewImage(image, cls=cls).as_dict() | ui.PreviewText(text).as_dict()
         return io.NodeOutput(latent, text, image, ui=shown)
 

@@ -12,7 +12,7 @@ from comfy_api.latest import io
 
 from ..sparge import capabilities
 from ..sparge.kernels.warmup import warm_up
-from ..sparge.sampling import short_lines, unusable_reason
+from ..sparge.session import short_lines, unusable_reason
 from . import host
 from .settings import Settings
 from .wan_wrapper import LAST_STEP, WanWrapperHook

@@ -4,9 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
-
-from torch import nn
 
 #: Name that a user is shown where the name of a class would tell nothing.
 NAMELESS = "This model"
@@ -54,13 +51,3 @@ def name_of(class_names: Iterable[str]) -> str:
 def remark_of(name: str) -> str:
     """Remark that the end-of-run line makes on sparse runs of a model of that name."""
     return UNKNOWN_ORDER if name in _NO_TEXT else UNKNOWN_MODEL
-
-
-def layers_of(model: Any) -> int | None:
-    """About how many self-attentions a model has whose blocks cannot be counted by their lists."""
-    if not isinstance(model, nn.Module):
-        return None
-    # UNets hold lists of resolutions, and in each other numbers of transformer blocks.
-    blocks = sum(hasattr(module, "attn1") for module in model.modules())
-    lists = (child for child in model.children() if isinstance(child, nn.ModuleList))
-    return blocks or sum(map(len, lists)) or None

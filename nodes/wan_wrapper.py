@@ -23,10 +23,8 @@ from ..sparge.common.compiling import is_traced_whole, untraced
 from ..sparge.common.failures import Failures
 from ..sparge.integrations.diffusers.forward import Forward
 from ..sparge.kernels.warmup import warm_up
-from ..sparge.sampling import Run, TokenLayout
 from ..sparge.sdpa import AttentionMode
-from ..sparge.speed.backend import TORCH
-from ..sparge.tune import PassFacts, SessionPass, SigmaWindow, TextPosition, fitted
+from ..sparge.session import Session, Step, TextPosition, TokenLayout
 from . import host, report
 from .settings import Settings
 from .words import WAN_WRAPPER
@@ -38,27 +36,24 @@ CARRIED_KEY = "sparge_attention"
 MODE_KEY = "attention_mode_override"
 LAST_STEP = 10000
 
-#: Steps before ours keep the pack's attention, so all that come here may be sparse.
-_WINDOW = SigmaWindow.of(0.0, 1.0, lambda percent: 1.0 - percent)
-
 
 @dataclass(eq=False)
 class WrapperRun:
     """One run of the pack's sampler."""
 
-    run: Run
+    run: Session
     node_id: str | None
     finished: bool = False
 
     def report(self) -> None:
         try:
-            result = self.run.result(stopped=not self.finished)
+            found = self.run.report(stopped=not self.finished)
             # Without its seconds: nobody knows what the pack's own attention would have taken.
-            report.publish(replace(result, seconds=0.0), self.node_id)
+            report.publish(replace(found, seconds=0.0), self.node_id)
         except Exception:
             logger.exception("[Sparge] the report failed")
         finally:
-            self.run.session.end()
+            self.run.end()
 
 
 class Carried:
@@ -73,7 +68,7 @@ class Carried:
     def __deepcopy__(self, memo: dict[int, Any]) -> Carried:
         return Carried(self.hook, self)
 
-    def begin_run(self, run: Run, node_id: str | None) -> WrapperRun:
+    def begin_run(self, run: Session, node_id: str | None) -> WrapperRun:
         self.of_run = WrapperRun(run, node_id)
         weakref.finalize(self, self.of_run.report).atexit = False
         return self.of_run
@@ -171,28 +166,22 @@ class WanWrapperHook:
         device = latent.device
         of_run = carried.of_run or carried.begin_run(self._new_run(device), self._node_id)
         layout, run = _layout(transformer, latent, given), of_run.run
-        unusable, native = run.meet(layout, device), step < self._start_step
-        facts = PassFacts((int(bool(given.get("is_uncond"))),), step)
-        policy = fitted(run.asked, device)
-        usable = unusable is None and not native
-        begun = run.session.begin_pass(layout, policy, device, facts, usable=usable)
-        if native:
-            self._count(run, begun, layout, entries=len(given["x"]))
-            return None
-        return Forward(run=run, layout=layout, begun=begun, unusable=unusable)
-
-    def _count(self, run: Run, begun: SessionPass, layout: TokenLayout, entries: int) -> None:
-        """Counts the self-attention of a pass before start_step, which the pack's own attention
-        computes. entries: of its batch."""
-        tokens = layout.grid_tokens
-        for row in range(layout.layers or 0):
-            begun.record.add_dense(row, entries * (layout.heads or 1) * tokens**2)
-            run.tally.add_dense(f"before start_step {self._start_step}", tokens, False)
+        native = None if step >= self._start_step else f"before start_step {self._start_step}"
+        of_pass = Step((int(bool(given.get("is_uncond"))),), step)
+        begun = Forward(session=run, layout=layout, step=of_pass, device=device, unusable=native)
+        if native is None:
+            return begun
+        # The pack's own attention computes it: its self-attention is counted here.
+        for row in range(len(transformer.blocks)):
+            pairs = len(given["x"]) * transformer.num_heads * layout.grid_tokens**2
+            begun.record.add_dense(row, pairs)
+            run.counts.add_dense(native, layout.grid_tokens, False)
         begun.end()
+        return None
 
-    def _new_run(self, device: torch.device) -> Run:
+    def _new_run(self, device: torch.device) -> Session:
         """Begins a run. Waits for the kernels."""
-        run = Run(self._settings, _WINDOW, (), backend=TORCH, words=WAN_WRAPPER)
+        run = Session(self._settings, words=WAN_WRAPPER)
         if capabilities(device).usable:
             warmup = warm_up(device, partial(host.show_on_node, self._node_id))
             run.await_kernels(device, partial(warmup.wait, host.raise_if_interrupted))
@@ -210,7 +199,6 @@ def _layout(transformer: Any, latent: Tensor, given: Mapping[str, Any]) -> Token
         grid=(time, height, width),
         tokens=TokenGrid(time, height, width),
         heads=transformer.num_heads,
-        layers=len(transformer.blocks),
         prompts=frozenset(_lengths(given)) | {getattr(transformer, "text_len", 0)},
     )
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..sparge.sampling import HostWords, Why
+from ..sparge.session import Why, Words
 
 _NO_CALL = "no attention call reached this node; "
 
-WORDS = HostWords(
+WORDS = Words(
     no_calls=Why(
         f"{_NO_CALL}a node after it replaces the attention, or the model does not offer it (put "
         "Sparge Attention last, before the sampler)",

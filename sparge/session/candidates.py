@@ -64,8 +64,10 @@ class Candidates:
         return cls(
             1 if shares_keys else order.order_kinds,
             torch.tensor(asked, dtype=torch.float32).to(device),
-            *(x.to(device) for x in (kept, below, share)),
-            measured=tuple(_asking(rank, blocks) for rank in ranks),
+            kept.to(device),
+            below.to(device),
+            share.to(device),
+            tuple(_asking(rank, blocks) for rank in ranks),
         )
 
     @property
@@ -82,8 +84,8 @@ class Candidates:
         exponentially, so that their logarithm is read linearly; in the last stretch, which ends at
         0, the error itself."""
         low, high = measured[..., self.below], measured[..., self.below + 1]
-        logs = (x.clamp(min=LEAST_ERROR).log() for x in (low, high))
-        curve = _line(*logs, self.share).exp()
+        log_low, log_high = (x.clamp(min=LEAST_ERROR).log() for x in (low, high))
+        curve = _line(log_low, log_high, self.share).exp()
         is_last = self.below == measured.shape[-1] - 2
         found = torch.where(is_last, _line(low, high, self.share), curve)
         return torch.where(self.kept < 1, found, 0.0)

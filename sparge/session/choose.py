@@ -36,10 +36,9 @@ UNIT = 2.0**32  # of densities and errors as integers: their sums over heads are
 
 @dataclass(frozen=True, eq=False)
 class Curves:
-    """Errors of all heads of all layers over their candidates: the least of each cost."""
+    """Errors of the heads of all measured layers over their candidates: the least of each cost."""
 
     candidates: Candidates
-    layers: int
     error: Tensor
     """(heads, 2, densities): least relative error without and with pooled keys. Infinite where
     nothing finite is known."""
@@ -48,14 +47,20 @@ class Curves:
     scale: Tensor
     """(heads, 2, densities): its output scale."""
     weight: Tensor
-    """(heads,) head weights, mean 1; 0 in layers that were not measured."""
+    """(heads,) head weights, mean 1; 0 in layers whose errors are not finite."""
     known: Tensor
-    """(layers,) bool: layers that were measured and gave finite errors."""
+    """(layers,) bool: whether the sums of a layer are finite."""
 
     @classmethod
     def of(cls, sums: Sums, candidates: Candidates) -> Curves:
-        error, towards, far, norm = sums.all
-        known = sums.finite()
+        """Curves of the measured layers, in the order of their numbers."""
+        layers = sorted(sums.of_layers)
+        stacked = zip(*(sums.of_layers[layer] for layer in layers), strict=True)
+        error, towards, far, norm = (torch.stack(x) for x in stacked)
+        of_layers = (x.flatten(1).isfinite().all(1) for x in (error, towards, far, norm))
+        known = torch.stack([*of_layers]).all(0)
+        blocks = torch.tensor([[sums.blocks[layer]] for layer in layers], device="cpu")
+        blocks = blocks.to(known.device, torch.float64, non_blocking=True)
         far, of_norm = far[..., None, None], norm[..., None, None]
         spread = error - 2 * towards + far  # |y - m|^2
         scale = (far / spread).sqrt()
@@ -78,11 +83,10 @@ class Curves:
         scale_of = scales.flatten(0, 1).flatten(1, 2)
         return cls(
             candidates,
-            len(known),
             torch.stack(errors, 1),
             taken,
             scale_of.gather(1, taken),
-            _head_weight(norm.amax(-1).sqrt() / _counts(sums), known).flatten(),
+            _head_weight(norm.amax(-1).sqrt() / blocks.sqrt(), known).flatten(),
             known,
         )
 
@@ -145,22 +149,24 @@ class Curves:
         which = _of(self.which.flatten(1), chosen)
         density = chosen % densities
         weights = torch.tensor(POOL_WEIGHTS, dtype=torch.float32, device="cpu")
-        shape = len(chosen), self.layers, -1
+        shape = len(chosen), len(self.known), -1
         error = _of(self.error.flatten(1), chosen)
-        found = (
-            self.candidates.asked[density],
-            weights.to(chosen.device, non_blocking=True)[which % len(POOL_WEIGHTS)],
-            (which // len(POOL_WEIGHTS)).int(),
-            _of(self.scale.flatten(1), chosen).float(),
-            self.candidates.kept[density].float(),
-            (error.square() + ROUNDING**2).sqrt().float(),
+        on_device = weights.to(chosen.device, non_blocking=True)
+        return Settings(
+            self.candidates.asked[density].view(shape),
+            on_device[which % len(POOL_WEIGHTS)].view(shape),
+            (which // len(POOL_WEIGHTS)).int().view(shape),
+            _of(self.scale.flatten(1), chosen).float().view(shape),
+            self.candidates.kept[density].float().view(shape),
+            (error.square() + ROUNDING**2).sqrt().float().view(shape),
+            self.weight.float().view(shape[1:]),
         )
-        return Settings(*(x.view(shape) for x in found), self.weight.float().view(shape[1:]))
 
 
 @dataclass(frozen=True, eq=False)
 class Settings:
-    """Settings of all heads in some steps: (steps, layers, heads), on their device."""
+    """Settings of the heads of all measured layers in some steps: (steps, layers, heads), on their
+    device."""
 
     density: Tensor
     pool_weight: Tensor
@@ -234,12 +240,6 @@ def _filled(found: Tensor, value: Tensor, measure: Tensor, most: Tensor) -> Tens
         taken = torch.where(best.values > 0, choice, found.gather(1, head[:, None])[:, 0])
         found = found.scatter(1, head[:, None], taken[:, None])
     return found
-
-
-def _counts(sums: Sums) -> Tensor:
-    """(layers, 1): roots of the numbers of measured query blocks."""
-    blocks = torch.tensor(sums.blocks, dtype=torch.float64, device="cpu").clamp(min=1)
-    return blocks.sqrt().to(sums.all[0].device, non_blocking=True).unsqueeze(1)
 
 
 def _integers(values: Tensor) -> Tensor:

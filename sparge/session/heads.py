@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -25,12 +25,13 @@ from ..errors import Unsupported
 from ..head_settings import HeadSettings
 from ..order.grid import EMPTY, TokenGrid, TokenOrder, grid_order, raster_order
 from ..order.places import order_as_dealt
-from ..order.variants import VARIANTS
+from ..order.variants import VARIANTS, OrderKind
 from ..policy import SparsePolicy
-from .calls import Call
+from .calls import Call, Untracked
 from .candidates import Candidates
 from .choose import Curves, Settings, StepSettings
-from .measure import MeasuredCall, Sums, measure, spread_places
+from .measure import Measured, MeasuredCall, Sums, measure, spread_places
+from .report import MeasuredHeads
 from .schedule import Aim, Step, budgets, next_choice
 from .timing import Times
 
@@ -45,7 +46,6 @@ NEVER = sys.maxsize  # step of a choice that does not come
 
 MEASURING = "measuring"
 NOT_MEASURED = "this layer could not be measured"
-NO_ROOM = "more attention calls in one block than there is room for"
 NO_MEMORY = "not enough memory to measure this layer"
 TOO_SHORT = "too few steps are left to pay for measuring"
 ALL_EXACT = "every query block holds text, which stays exact"
@@ -53,9 +53,6 @@ ALL_EXACT = "every query block holds text, which stays exact"
 FAILED = "an error of Sparge Attention (see the log)"
 NAN_OF_MODEL = "the model gave NaN here, without Sparge Attention's doing"
 INF_OF_MODEL = "the model gave inf here, without Sparge Attention's doing"
-
-#: Context around allocations that other calls of a layer do without.
-Untracked = Callable[[], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
@@ -66,8 +63,6 @@ class Shape:
     heads: int
     grid: TokenGrid | None
     """Token grid; None where the tokens stay in the order they come."""
-    rows: int
-    """Layers of the pass; prompts with more VACE controls make more calls."""
     ranks: int = 1
     """Processes that share the tokens outside of attention, which sees them as dealt."""
     shares_keys: bool = False
@@ -81,20 +76,6 @@ class Shape:
         return [order_as_dealt(order, self.grid, self.ranks) for order in variants]
 
 
-@dataclass(eq=False)
-class Found:
-    """What measuring found while steps were sparse, beside the sums: error that sparse calls made."""
-
-    squares: Tensor
-    """(2, layers, heads) float64: |out - o|^2 and |o|^2 over compared rows."""
-
-    def add(self, row: int, out: Tensor, truth: Tensor) -> None:
-        """out, truth: (B, H, rows, D); rows that are no tokens are 0 in both."""
-        off = (out.float() - truth.float()).square().sum((0, 2, 3), dtype=torch.float64)
-        norm = truth.float().square().sum((0, 2, 3), dtype=torch.float64)
-        self.squares[:, row] += torch.stack([off, norm])
-
-
 class Heads:
     """Heads of the calls of one shape on one device; only what says so waits for it."""
 
@@ -104,70 +85,74 @@ class Heads:
         aim: Aim,
         policy: SparsePolicy,
         device: torch.device,
+        prompts: Sequence[int],
         untracked: Untracked,
         draw: int = 0,
     ) -> None:
-        """policy: as the device runs it. draw: other query blocks are measured for another one."""
+        """policy: as the device runs it. prompts: of calls of this shape in earlier steps. draw:
+        other query blocks are measured for another one."""
         self.shape, self.aim, self.policy, self.device = shape, aim, policy, device
-        self._untracked, self._draw = untracked, draw
-        self._orders = [order.on(device) for order in shape.orders()]
-        self.candidates = Candidates.of(shape.orders()[0], device, shape.shares_keys)
+        orders = shape.orders()
+        self._orders = [order.on(device) for order in orders]
+        self.candidates = Candidates.of(orders[0], device, shape.shares_keys)
         self.least = self.candidates.least
-        exact = shape.orders()[0].queries_exact.cpu()
-        self._blocks: list[int] = (~exact).nonzero().flatten().tolist()
-        self.why_dense: str | None = None if self._blocks else ALL_EXACT
+        """Share of pairs that is kept whatever is chosen."""
+        self._query_blocks: list[int] = (~orders[0].queries_exact).nonzero().flatten().tolist()
+        self.why_dense: str | None = None if self._query_blocks else ALL_EXACT
         self.settings: Settings | None = None
         """Settings since the last choice; None before the first."""
-        self.given: list[tuple[Settings, int]] = []
-        """Settings of each sparse step so far, and their step among those."""
+        self.given: list[tuple[Settings, int, dict[int, int]]] = []
+        """Of each sparse step so far its settings, its place in them, and those of the layers."""
         self.sparse_rows: set[int] = set()
-        self.found: Found | None = None
+        """Layers whose calls are sparse, in some pass at least."""
+        self._untracked, self._draw = untracked, draw
+        # Each prompt is measured once: its share of the query blocks.
+        self._blocks_a_prompt = max(1, BLOCKS // (len(set(prompts)) or USUAL_PROMPTS))
         self._refusals: dict[int, str] = {}
-        self._sums: Sums | None = None  # since the last choice
-        self._known: Sums | None = None  # of the last choice
-        self._extremes: Tensor | None = None  # (rows,) largest magnitude of dense results
-        self._seen = [0] * shape.rows  # query blocks measured of each layer so far
+        self._sums, self._known = Sums(), Sums()  # since the last choice, and those it was made of
+        self._largest: dict[int, Tensor] = {}  # magnitude in dense results that were measured
+        self._made: dict[
+            int, Tensor
+        ] = {}  # (2, heads): squares of errors of sparse calls, of norms
+        self._seen: dict[int, int] = {}  # query blocks measured of each layer so far
         self._measured: set[tuple[int, int]] = set()  # layers and prompts since the last choice
-        self._earlier: set[int] = set()  # prompts of the steps before the measured one
         self._is_new = False  # whether a layer was measured of which nothing was known
         self._step: Step | None = None  # of the running pass
-        self._first: Step | None = None  # of the first sparse pass
+        self._first: Step | None = None  # of the first pass that might be sparse
         self._passed = -1  # steps from that one to the running one
         self._origin = 0  # of these, steps before the first choice
         self._steps: int | None = None  # sparse steps from the first choice on
         self._index = -1  # number of the running sparse step
         self._next, self._left = 0, AGAIN  # sparse step of the next choice, and choices to come
-        self._kept: list[list[float]] = []  # mean share of pairs by step since the choice and layer
-        self._chosen_at = 0
+        self._chosen_at = 0  # sparse step of the last choice
+        self._places: dict[int, int] = {}  # of the layers in its settings
+        self._kept: list[list[float]] = []  # mean share of pairs, by its steps and layers
         self._now: StepSettings | None = None
 
     @property
     def measures_again(self) -> bool:
         """Whether sparse calls of the running pass are measured."""
-        return self._index + 1 == self._next and self.settings is not None
+        return self.settings is not None and self._index + 1 == self._next
 
     def begin_pass(self, step: Step) -> None:
         """Begins a pass. Waits for the device where heads are chosen."""
         self._step = step
         if step.why_dense is not None:
-            if not step.is_last_dense:
-                self._earlier.update(step.prompts)
             return
         self._first = self._first or step
         passed = step.index_since(self._first)
         if passed <= self._passed:  # another prompt, or a sampler that goes back
             return
         self._passed = passed
-        if self.settings is None:
-            if self._sums is not None:
-                steps = self._first.of_sparse
-                self._origin = passed
-                self._steps = None if steps is None else steps - passed - (self._first.index or 0)
-                self._choose(0)
-        elif self._is_new or passed - self._origin >= self._next:
+        if self.settings is None and self._sums:
+            steps = self._first.of_sparse
+            self._origin = passed
+            self._steps = None if steps is None else steps - passed - (self._first.index or 0)
+            self._choose(0)
+        elif self.settings is not None and (self._is_new or passed - self._origin >= self._next):
             self._choose(passed - self._origin)
         if self.settings is not None:
-            self._begin_step(passed - self._origin)
+            self._begin_step(self.settings, passed - self._origin)
 
     def order(self, step: int) -> TokenOrder | None:
         """Token order in which the calls of a step are sparse."""
@@ -177,25 +162,29 @@ class Heads:
         """Settings of a sparse call of a layer, or why it has to stay dense."""
         if (refusal := self.refusal(row)) is not None:
             return refusal
-        if self.settings is None or self._now is None:
+        if self._now is None or row not in self._places:
             return MEASURING
-        if self._known is None or not self._known.blocks[row]:
-            return MEASURING if self._seen[row] else NOT_MEASURED
-        kept = self._kept[min(self._index - self._chosen_at, len(self._kept) - 1)][row]
+        place = self._places[row]
+        kept = self._kept[min(self._index - self._chosen_at, len(self._kept) - 1)][place]
         if times is not None and (slower := times.why_slower(kept)) is not None:
             return slower
         self.sparse_rows.add(row)
-        return self._now.of_layer(row)
+        return self._now.of_layer(place)
 
     def refusal(self, row: int) -> str | None:
         """Reason why a layer stays dense whatever comes, or None."""
-        return self.why_dense or (NO_ROOM if row >= self.shape.rows else self._refusals.get(row))
+        return self.why_dense or self._refusals.get(row)
 
     def measure(
-        self, row: int, call: Call, times: Times | None, dense: Callable[[], Tensor]
+        self,
+        row: int,
+        call: Call,
+        times: Times | None,
+        dense: Callable[[], Tensor],
+        timed: Untracked,
     ) -> None:
         """Inside a call that is dense for now: measures it if it is to be, and if it may ever be
-        faster sparse. dense: gives its result."""
+        faster sparse. dense: gives its result. timed: context around measuring alone."""
         prompts = self._prompts_to_measure(row)
         if not prompts or self.refusal(row) is not None:
             return
@@ -203,16 +192,17 @@ class Heads:
             if (slower := times.why_slower(self.least)) is not None:
                 self._refusals[row] = slower
                 return
-            if self._sums is self._known and not self._pays(times):  # both None: nothing is known
+            if not self._seen and not self._pays(times):
                 self.why_dense = TOO_SHORT
                 return
         out = dense()  # errors raised here have nothing to do with measuring
         try:
-            with self._untracked():
-                self._look(row, call.result_heads_first(out))
-                count = BLOCKS // (len(self._earlier) or USUAL_PROMPTS)
-                for prompt, q, k, v in self._entries(call, prompts):
-                    self._add(row, q, k, v, call, max(1, count))
+            with self._untracked(), timed():
+                largest = torch.stack(torch.aminmax(call.result_heads_first(out))).abs().max()
+                self._largest[row] = torch.maximum(self._largest.get(row, largest), largest)
+                for prompt in prompts:
+                    q, k, v = (self._of_prompt(prompt, x) for x in call.qkv)
+                    self._add(row, call, q, k, v, self._blocks_a_prompt)
                     self._measured.add((row, prompt))
         except Unsupported as refusal:
             self._refusals[row] = refusal.reason
@@ -224,90 +214,111 @@ class Heads:
         self._is_new |= self.settings is not None
 
     def measure_again(self, row: int, call: Call, out: Tensor) -> None:
-        """Inside a sparse call that gave `out`: measures the first prompt, once a layer."""
+        """Inside a sparse call that gave `out`: measures the first prompt once, and the error of
+        what was computed. Without memory for it settings go on from what was measured before."""
         assert self._step is not None
         if (row, 0) in self._measured or 0 not in self._step.prompts:
             return
         self._measured.add((row, 0))
-        try:
-            with self._untracked():
-                ((_, q, k, v),) = self._entries(call, [0])
-                ((_, rows, *_),) = self._entries(call, [0], call.result_heads_first(out))
-                measured = self._add(row, q, k, v, call, BLOCKS, with_truth=True)
-                if self.found is None:
-                    size = 2, self.shape.rows, self.shape.heads
-                    zeros = torch.zeros(size, dtype=torch.float64, device=self.device)
-                    self.found = Found(zeros)
-                tokens, truth = measured
-                holds = (tokens != EMPTY).flatten()[:, None]
-                taken = rows.index_select(2, tokens.clamp(min=0).flatten())
-                self.found.add(row, taken * holds, truth.flatten(2, 3) * holds)
-        except torch.OutOfMemoryError:
-            pass  # settings go on from what was measured before
+        with suppress(torch.OutOfMemoryError), self._untracked():
+            q, k, v, out = (
+                self._of_prompt(0, x) for x in (*call.qkv, call.result_heads_first(out))
+            )
+            asked, measured = self._add(row, call, q, k, v, BLOCKS, with_truth=True)
+            assert measured.truth is not None
+            tokens = asked.tokens.flatten()
+            holds = (tokens != EMPTY).unsqueeze(-1)
+            truth = measured.truth.flatten(2, 3).float() * holds
+            off = out.index_select(2, tokens.clamp(min=0)).float() * holds - truth
+            squares = torch.stack([x.square().sum((0, 2, 3), dtype=torch.float64)
+                                   for x in (off, truth)])  # fmt: skip
+            self._made[row] = self._made.get(row, 0) + squares
+
+    def report(self) -> MeasuredHeads:
+        """Report of heads that were chosen. Waits for the device."""
+        rows = sorted(self.sparse_rows)
+        density, expected = (self._of_steps(name, rows).nanmean(0) for name in ("kept", "error"))
+        weight, pool_weight, kind = (
+            self._of_steps(name, rows, slice(-1, None))[0]
+            for name in ("weight", "pool_weight", "order_kind")
+        )
+        found = torch.full_like(density, torch.nan)
+        for place, row in enumerate(rows):
+            if row in self._made:
+                off, norm = self._made[row].cpu()
+                found[place] = (off / norm).sqrt()
+        kinds = kind.int().flatten().tolist() if self.shape.grid is not None else []
+        return MeasuredHeads(
+            self.shape.tokens,
+            rows,
+            density,
+            expected,
+            found,
+            weight,
+            pool_weight,
+            {kind: kinds.count(kind) for kind in OrderKind if kinds},
+        )
 
     def forget_copies(self) -> None:
+        """Gives back what orders hold on the device."""
         for order in self.shape.orders():
             order.forget_copies()
+
+    def _of_steps(self, name: str, rows: Sequence[int], steps: slice = slice(None)) -> Tensor:
+        """(steps, rows, heads) float32 on the CPU: values of settings; NaN of layers that were not
+        known yet."""
+        found = []
+        for settings, step, places in self.given[steps]:
+            values = getattr(settings, name)
+            values = (values if name == "weight" else values[step]).float().cpu()
+            nothing = torch.full_like(values[0], torch.nan)
+            of_rows = [values[places[row]] if row in places else nothing for row in rows]
+            found.append(torch.stack(of_rows) if rows else values[:0])
+        return torch.stack(found)
 
     def _pays(self, times: Times) -> bool:
         """Whether sparse calls can save more than measuring takes."""
         assert self._step is not None
-        steps = self._step.of_sparse
-        least = self.aim.value if self.aim.kind == "budget" else self.least
-        saved = times.dense - times.sparse(max(least, self.least))
+        least = max(self.least, self.aim.value if self.aim.kind == "budget" else 0.0)
+        steps, saved = self._step.of_sparse, times.dense - times.sparse(least)
         return steps is None or steps * saved > (1 + AGAIN) * times.measuring
 
     def _prompts_to_measure(self, row: int) -> list[int]:
         """Prompts of the running pass for which a dense call of a layer is measured."""
         assert self._step is not None
-        known = self._known is not None and row < self.shape.rows and self._known.blocks[row]
-        if not (self._step.is_last_dense or self._step.why_dense is None) or known:
+        wanted = self._step.is_last_dense or self._step.why_dense is None
+        if not wanted or row in self._known.blocks:
             return []
         return [x for x in dict.fromkeys(self._step.prompts) if (row, x) not in self._measured]
 
-    def _entries(
-        self, call: Call, prompts: Sequence[int], q: Tensor | None = None
-    ) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
-        """Yields each prompt with q, k and v of its entries of the batch. Prompts count one by one,
-        as if they had not been put into one batch. One that others made counts as one."""
+    def _of_prompt(self, prompt: int, x: Tensor) -> Tensor:
+        """Entries of a prompt in the batch of the running pass. Prompts count one by one, as if
+        they had not been put into one batch. A batch that others made counts as one."""
         assert self._step is not None
-        qkv = (call.q if q is None else q), call.k, call.v
-        rows, others = divmod(call.q.shape[0], len(self._step.prompts))
-        for prompt in prompts:
-            place = self._step.prompts.index(prompt)
-            entry = slice(None) if others else slice(place * rows, (place + 1) * rows)
-            yield (prompt, *(x[entry] for x in qkv))
+        entries, others = divmod(x.shape[0], len(self._step.prompts))
+        place = self._step.prompts.index(prompt)
+        return x if others else x[place * entries : (place + 1) * entries]
 
     def _add(
-        self, row: int, q: Tensor, k: Tensor, v: Tensor, call: Call, count: int,
+        self, row: int, call: Call, q: Tensor, k: Tensor, v: Tensor, count: int,
         with_truth: bool = False,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Measures so many query blocks, other ones than before, spread evenly. Returns the compared
-        tokens (S, rows) and, where asked for, the exact output (B, H, S, rows, D) there."""
-        first = self._draw + self._seen[row] + row  # neighbouring layers look at other ones
-        blocks = [self._blocks[i] for i in spread_places(len(self._blocks), first, count)]
-        if self._sums is None:
-            self._sums = Sums(self.shape.rows, self.shape.heads, self.candidates)
-        order = self._orders[0]
-        asked = MeasuredCall(q, k, v, call.softmax_scale, order, self.candidates, blocks)
-        found = measure(asked, with_truth)
-        self._sums.add(row, found, len(blocks))
-        self._seen[row] += len(blocks)
-        return asked.tokens, found.norm if found.truth is None else found.truth
-
-    def _look(self, row: int, dense: Tensor) -> None:
-        """Remembers whether NaN or inf stand in a dense result, whose fault it then is not."""
-        if self._extremes is None:
-            self._extremes = torch.zeros(self.shape.rows, dtype=torch.float32, device=self.device)
-        largest = torch.stack(torch.aminmax(dense)).abs().max().float()
-        self._extremes[row] = torch.maximum(self._extremes[row], largest)
+    ) -> tuple[MeasuredCall, Measured]:  # fmt: skip
+        """Measures so many query blocks, other ones than before, evenly spread."""
+        seen = self._seen.get(row, 0)
+        first = self._draw + seen + row  # neighbouring layers look at other ones
+        places = spread_places(len(self._query_blocks), first, count)
+        blocks = [self._query_blocks[place] for place in places]
+        order, scale = self._orders[0], call.softmax_scale
+        asked = MeasuredCall(q, k, v, scale, order, self.candidates, blocks)
+        measured = measure(asked, with_truth)
+        self._sums.add(row, measured, len(blocks))
+        self._seen[row] = seen + len(blocks)
+        return asked, measured
 
     def _choose(self, index: int) -> None:
         """Chooses for the steps from this one to the next choice, from what was measured so far.
         Waits for the device once."""
-        known = self._known if self._sums is None else self._sums.or_else(self._known)
-        assert known is not None
-        following, left = self._next, self._left
+        known, following, left = self._sums.or_else(self._known), self._next, self._left
         if index >= following:
             following, left = next_choice(index, self._steps, left) or NEVER, max(0, left - 1)
         curves = Curves.of(known, self.candidates)
@@ -315,28 +326,27 @@ class Heads:
             chosen = curves.chosen(error=self.aim.value)
         else:
             of_steps = budgets(self.aim.value, self._steps or 1, self.least)
-            end = min(following, len(of_steps))
-            chosen = curves.chosen(of_steps[index:end] or of_steps[-1:])
-        settings = curves.settings(chosen)
-        means = settings.kept.mean(2)
-        extremes = torch.zeros_like(means[0]) if self._extremes is None else self._extremes
-        told = torch.cat([means, curves.known[None].float(), extremes[None]]).tolist()
+            chosen = curves.chosen(of_steps[index:following] or of_steps[-1:])
+        settings, rows = curves.settings(chosen), sorted(known.blocks)
+        kept, none = settings.kept.mean(2), torch.zeros((), device=self.device)
+        largest = torch.stack([self._largest.get(row, none).to(kept.dtype) for row in rows])
+        told = torch.cat([kept, curves.known[None].to(kept.dtype), largest[None]]).tolist()
+        # From here on nothing waits: a choice that was interrupted is made in the next step.
         *self._kept, finite, largest = told
-        for row, (is_finite, extreme) in enumerate(zip(finite, largest, strict=True)):
-            if known.blocks[row] and not (is_finite and math.isfinite(extreme)):
+        for row, is_finite, extreme in zip(rows, finite, largest, strict=True):
+            if not (is_finite and math.isfinite(extreme)):
                 reason = INF_OF_MODEL if extreme == math.inf else NAN_OF_MODEL
                 self._refusals.setdefault(row, reason)
-        # From here on nothing waits, so that an interrupted choice is made in the next step.
-        self.settings, self._known, self._sums = settings, known, None
+        self.settings, self._known, self._sums = settings, known, Sums()
+        self._places = {row: place for place, row in enumerate(rows)}
         self._chosen_at, self._next, self._left = index, following, left
         self._is_new = False
         self._measured.clear()
 
-    def _begin_step(self, index: int) -> None:
+    def _begin_step(self, settings: Settings, index: int) -> None:
         """Takes the settings of a step."""
-        assert self.settings is not None
         self._index = index
-        of = min(index - self._chosen_at, len(self.settings.density) - 1)
-        if not self.given or self.given[-1] != (self.settings, of):
-            self._now = self.settings.of_step(of, self.policy, self.candidates.orders)
-        self.given.append((self.settings, of))
+        place = min(index - self._chosen_at, len(settings.density) - 1)
+        if not self.given or self.given[-1][:2] != (settings, place):
+            self._now = settings.of_step(place, self.policy, self.candidates.orders)
+        self.given.append((settings, place, self._places))

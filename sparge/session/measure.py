@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,38 +74,37 @@ class Measured:
 
 
 class Sums:
-    """Sums of all layers that were measured, as in `Measured` with layers before heads."""
+    """Sums of the layers that were measured, as in `Measured`."""
 
-    def __init__(self, layers: int, heads: int, candidates: Candidates) -> None:
-        of_heads = layers, heads, candidates.orders
-        of_candidates = *of_heads, len(POOL_WEIGHTS), len(candidates.measured)
-        sizes = of_candidates, of_candidates, of_heads, of_heads
-        device = candidates.kept.device
-        self.all = [torch.zeros(x, dtype=torch.float64, device=device) for x in sizes]
-        self.blocks = [0] * layers
+    def __init__(self) -> None:
+        self.of_layers: dict[int, tuple[Tensor, ...]] = {}
+        self.blocks: dict[int, int] = {}
         """Query blocks measured of each layer."""
 
-    def add(self, layer: int, measured: Measured, blocks: int) -> None:
-        for sums, new in zip(self.all, (measured.error, measured.towards, measured.far,
-                                        measured.norm), strict=True):  # fmt: skip
-            sums[layer] += new
-        self.blocks[layer] += blocks
+    def __bool__(self) -> bool:
+        return bool(self.blocks)
 
-    def finite(self) -> Tensor:
-        """(layers,) bool: layers that were measured, with sums that are all finite."""
-        was = torch.tensor([count > 0 for count in self.blocks]).to(self.all[0].device)
-        return torch.stack([x.flatten(1).isfinite().all(1) for x in self.all]).all(0) & was
+    def add(self, layer: int, measured: Measured, blocks: int) -> None:
+        new = measured.error, measured.towards, measured.far, measured.norm
+        if layer in self.of_layers:
+            new = tuple(map(torch.add, self.of_layers[layer], new))
+        self.of_layers[layer] = new
+        self.blocks[layer] = self.blocks.get(layer, 0) + blocks
 
     def or_else(self, earlier: Sums | None) -> Sums:
-        """These, with the layers of earlier sums where nothing was measured, or nothing finite."""
+        """These, with earlier ones of the layers where nothing was measured, or nothing finite."""
         if earlier is None:
             return self
-        finite = self.finite()
-        for mine, others in zip(self.all, earlier.all, strict=True):
-            mine.copy_(mine.where(finite.view(-1, *[1] * (mine.ndim - 1)), others))
-        pairs = zip(self.blocks, earlier.blocks, strict=True)
-        self.blocks = [mine or other for mine, other in pairs]
-        return self
+        both = Sums()
+        both.of_layers = {**earlier.of_layers}
+        both.blocks = {**earlier.blocks, **self.blocks}
+        for layer, mine in self.of_layers.items():
+            others = earlier.of_layers.get(layer)
+            if others is not None:
+                finite = torch.stack([x.isfinite().all() for x in mine]).all()
+                mine = tuple(a.where(finite, b) for a, b in zip(mine, others, strict=True))
+            both.of_layers[layer] = mine
+        return both
 
 
 def measure(call: MeasuredCall, with_truth: bool = False) -> Measured:
@@ -156,31 +156,26 @@ def _on_reference(call: MeasuredCall, with_truth: bool) -> Measured:
     group, kv_heads = call.q.shape[1] // call.k.shape[1], call.k.shape[1]
     rows = len(call.query_blocks) * QUERY_BLOCK // ROW_STEP
     at_once = max(1, BYTES_AT_ONCE // (16 * rows * call.order.slots * group))
-    parts: list[list[tuple[Tensor, ...]]] = []
+    of_orders: list[list[Tensor]] = []
+    truth: Tensor | None = None
     for kind in range(call.candidates.orders):
-        order, of_kind = call.order.of_kind(kind), []
-        for first in range(0, kv_heads, at_once):
-            last = min(kv_heads, first + at_once)
-            found: tuple[Tensor, ...] | None = None
-            truths = []
-            for entry in range(call.q.shape[0]):
+        order, of_entries = call.order.of_kind(kind), []
+        for entry in range(call.q.shape[0]):
+            of_groups = []
+            for first in range(0, kv_heads, at_once):
+                last = min(kv_heads, first + at_once)
                 q = call.q[entry, first * group : last * group].float()
                 k, v = (
                     x[entry, first:last].repeat_interleave(group, 0).float()
                     for x in (call.k, call.v)
                 )
-                *sums, truth = _of_heads(q, k, v, order, call)
-                truths.append(truth)
-                found = (*sums,) if found is None else (*map(torch.add, found, sums),)
-            assert found is not None
-            of_kind.append((*found, torch.stack(truths)))
-        parts.append(of_kind)
-    sums = [
-        torch.stack([torch.cat([heads[i] for heads in of_kind]) for of_kind in parts], 1)
-        for i in range(4)
-    ]
-    truth = torch.cat([heads[4] for heads in parts[0]], 1) if with_truth else None
-    return Measured(*sums, truth)
+                of_groups.append(_of_heads(q, k, v, order, call))
+            of_entries.append([torch.cat(parts) for parts in zip(*of_groups, strict=True)])
+        *sums, outs = (torch.stack(parts) for parts in zip(*of_entries, strict=True))
+        of_orders.append([x.sum(0) for x in sums])
+        truth = outs if truth is None and with_truth else truth
+    error, towards, far, norm = (torch.stack(x, 1) for x in zip(*of_orders, strict=True))
+    return Measured(error, towards, far, norm, truth)
 
 
 def _of_heads(
@@ -225,7 +220,7 @@ def _sum(of_rows: Tensor) -> Tensor:
 
 def _statistics(
     q: Tensor, k: Tensor, v: Tensor, order: TokenOrder, queries: Tensor
-) -> SimpleNamespace:
+) -> Any:
     """Statistics of blocks that `log_scores` ranks by, as it reads them of a batch of one."""
     counts = order.block_counts.float()[:, None]
     means, variances = [], []
@@ -245,7 +240,7 @@ def _statistics(
 
 
 def _kept(
-    stats: SimpleNamespace, order: TokenOrder, candidates: Candidates, scale: float
+    stats: Any, order: TokenOrder, candidates: Candidates, scale: float
 ) -> list[Tensor]:
     """(H, S, key blocks) bool for each measured density: blocks that it keeps, those first whose
     pooling would err most."""

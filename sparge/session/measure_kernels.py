@@ -59,10 +59,10 @@ def on_kernels(call: MeasuredCall, with_truth: bool) -> Measured:
             _Group(call, facts, rows, call.order.of_kind(kind), kv_heads).score(
                 found[:, kind], truth if kind == 0 else None
             )
-    *sums, norm, far = _sums(found, facts, call)
+    error, towards, norm, far = _sums(found, facts, call)
     if truth is not None:
         truth = truth.unflatten(2, (len(call.query_blocks), -1))
-    return Measured(*sums, far, norm, truth)
+    return Measured(error, towards, far, norm, truth)
 
 
 def _widths(call: MeasuredCall) -> list[int]:

@@ -9,6 +9,7 @@ which backend a call is computed, and never what its heads get.
 from __future__ import annotations
 
 import enum
+import functools
 import hashlib
 import json
 import logging
@@ -36,11 +37,13 @@ from ..kernels.folder import cache_folder, distrust, make_folder, read_file
 from ..kernels.source import read_sources
 from ..kernels.store import entry_stem
 from ..kernels.warmup import eight_bit_specs
-from ..order.grid import TokenOrder
+from ..order.grid import TokenGrid, grid_order, raster_order
 from ..order.recording import being_recorded
 from ..policy import EIGHT_BIT_DENSE, SparsePolicy
 from ..stages.as_written import as_written
 from .calls import Call
+from .candidates import Candidates
+from .measure import MeasuredCall, measure
 
 logger = logging.getLogger("sparge")
 
@@ -60,6 +63,7 @@ DENSITIES = (0.1, 0.4)
 #: Timed calls of each kind after a first one, and clock cycles in which the GPU sleeps while the
 #: host queues one: about 1 ms.
 CALLS, ASLEEP = 2, 2_000_000
+BLOCKS = 4  # query blocks of the measurement that is timed: those of one of two prompts
 #: Lengths with which times are shared, a twelfth of a doubling: seconds then go by pairs.
 LENGTHS = 12
 #: Ratio of two timed calls from which on something else used the GPU: such times are not kept.
@@ -105,7 +109,7 @@ class Times:
     sparse_pairs: float
     """Seconds more of one that keeps all."""
     measuring: float
-    """Seconds of one measurement of heads."""
+    """Seconds of one measurement of heads, for one of two prompts."""
     exact_dense: bool = False
     """Dense calls are exact also where 8 bits are faster."""
 
@@ -147,30 +151,19 @@ def speed_matters() -> bool:
     return os.environ.get(REFERENCE_VARIABLE) != "1"
 
 
-def times_of(
-    call: Call,
-    exact: Exact,
-    order: TokenOrder | None,
-    measuring: Callable[[], object],
-) -> Times | None:
+def times_of(call: Call, exact: Exact, grid: TokenGrid | None) -> Times | None:
     """Times of calls like this one: of this process, kept ones, or measured now, which waits for
     the GPU and takes about twelve calls. None where the device has no kernels or no memory left,
-    and for calls that are not timed.
-
-    order: token order of sparse calls. measuring: measures the heads of the call.
-    """
+    and for calls that are not timed. grid: of the tokens."""
     if not _is_timed(call):
         return None
-    device = call.q.device
-    facts = facts_of(device, exact)
-    key = json.dumps(facts, sort_keys=True)
-    kind = _kind(call)
+    key, kind = _key(call.q.device, exact), _kind(call)
     with _lock:
         if (key, kind) not in _known:
-            _known.update({(key, of): times for of, times in _read(key).items()})
+            _known.update({(key, of): times for of, times in (_read(key) or {}).items()})
         if (key, kind) not in _known:
             try:
-                times, disturbed = _measured(call, exact, order, measuring)
+                times, disturbed = _measured(call, exact, grid)
             except (torch.OutOfMemoryError, Unsupported) as error:
                 logger.info("[Sparge] attention was not timed: %s", error)
                 return None
@@ -178,6 +171,17 @@ def times_of(
             if not disturbed:
                 _keep(key)
         return _known[key, kind].of_tokens(call.query_tokens)
+
+
+def are_kept(device: torch.device, exact: Exact) -> bool:
+    """Whether a file holds times of this GPU and these kernels, if only of no call yet."""
+    return _read(_key(device, exact)) is not None
+
+
+def keep_none(device: torch.device, exact: Exact) -> None:
+    """Makes the file that `are_kept` asks for."""
+    with _lock:
+        _keep(_key(device, exact))
 
 
 def _is_timed(call: Call) -> bool:
@@ -195,11 +199,12 @@ def _kind(call: Call) -> str:
     return f"{call.q.dtype} {' '.join(map(str, sizes))}"
 
 
-def facts_of(device: torch.device, exact: Exact) -> dict[str, str]:
-    """Facts that times depend on."""
+@functools.lru_cache(maxsize=16)
+def _key(device: torch.device, exact: Exact) -> str:
+    """Facts that times depend on, as text."""
     arch = capabilities(device).arch
     stems = sorted(entry_stem(spec, read_sources(spec.entry)) for spec in eight_bit_specs(arch))
-    return {
+    facts = {
         "format": _FORMAT,
         "gpu": torch.cuda.get_device_name(device),
         "driver": str(driver_version()),
@@ -207,13 +212,16 @@ def facts_of(device: torch.device, exact: Exact) -> dict[str, str]:
         "kernels": _short_hash("".join(stems)),
         "exact": exact.name,
     }
+    return json.dumps(facts, sort_keys=True)
 
 
-def _measured(
-    call: Call, exact: Exact, order: TokenOrder | None, measuring: Callable[[], object]
-) -> tuple[Times, bool]:
+def _measured(call: Call, exact: Exact, grid: TokenGrid | None) -> tuple[Times, bool]:
     """Times of a call's first entry of the batch, and whether something else used the GPU."""
-    q, k, v = (x[:1] for x in call.qkv)
+    (q, k, v), device, scale = (x[:1] for x in call.qkv), call.q.device, call.softmax_scale
+    whole = raster_order(call.query_tokens) if grid is None else grid_order(grid)
+    order, candidates = whole.on(device), Candidates.of(whole, device, call.shares_keys)
+    rows = (~whole.queries_exact).nonzero().flatten().tolist()[:BLOCKS]
+    measured = MeasuredCall(q, k, v, scale, order, candidates, rows)
     disturbed = False
 
     def seconds(work: Callable[[], object]) -> float:
@@ -224,21 +232,22 @@ def _measured(
         return min(timed)
 
     def sparse(density: float) -> Callable[[], object]:
-        heads = HeadSettings.uniform(q.shape[1], density, 1.0, Router.ERROR, q.device)
+        heads = HeadSettings.uniform(q.shape[1], density, 1.0, Router.ERROR, device)
+        in_order = None if grid is None else order
         return lambda: attention(
-            q, k, v, SparsePolicy(), order=order, head_settings=heads, scale=call.scale
+            q, k, v, SparsePolicy(), order=in_order, head_settings=heads, scale=scale
         )
 
-    with torch.cuda.device(q.device), as_written(q.device), torch.inference_mode():
+    with torch.cuda.device(device), as_written(device), torch.inference_mode():
         least, most = (seconds(sparse(density)) for density in DENSITIES)
         pairs = max(0.0, most - least) / (DENSITIES[1] - DENSITIES[0])
         times = Times(
             call.query_tokens,
             seconds(lambda: exact.attend(q, k, v)),
-            seconds(lambda: attention(q, k, v, EIGHT_BIT_DENSE, scale=call.scale)),
+            seconds(lambda: attention(q, k, v, EIGHT_BIT_DENSE, scale=scale)),
             max(0.0, least - pairs * (DENSITIES[0] + 1 / KEY_BLOCK)),
             pairs,
-            seconds(measuring),
+            seconds(lambda: measure(measured)) if rows else 0.0,
         )
     return times, disturbed
 
@@ -266,21 +275,21 @@ def _path(key: str) -> Path | None:
     return folder and folder / f"times.{_short_hash(key)}.json"
 
 
-def _read(key: str) -> dict[str, Times]:
-    """Kept times by kind; none where there are none that can be believed."""
+def _read(key: str) -> dict[str, Times] | None:
+    """Kept times by kind of call; None where there is no file that can be believed."""
     path = _path(key)
     if path is None or distrust(path.parent):
-        return {}
+        return None
     try:
         stored = json.loads(read_file(path, _LARGEST))
         if stored["facts"] != json.loads(key):
             raise ValueError("it is of another GPU, driver, torch or kernels")
         return {str(kind): _times(times) for kind, times in stored["times"].items()}
     except (FileNotFoundError, NotADirectoryError):
-        return {}
+        return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         logger.warning("Times %s are damaged and are measured anew: %s", path.name, error)
-        return {}
+        return None
 
 
 def _times(stored: Any) -> Times:

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from ...checks.validate import check_inference
 from ...errors import Unsupported
-from ...sampling import CallFacts, GivenCall
-from ...tune import Call
+from ...session import Call, CallFacts, GivenCall
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,7 @@ import torch
 
 from ...checks.argument import check_kind
 from ...policy import SparsePolicy
-from ...sampling import AUTO_BUDGET, AUTO_QUALITY, MANUAL, QUALITIES, Settings
+from ...session import AUTO_BUDGET, AUTO_QUALITY, MANUAL, QUALITIES, Settings
 from .handle import Handle
 
 #: Attributes of pipelines that hold transformers; Wan 2.2 has two, for early and for late steps.

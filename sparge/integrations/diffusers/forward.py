@@ -12,12 +12,12 @@ from torch import Tensor
 
 from ...checks.torch_call import TorchCall, as_autocast
 from ...common.torch_attention import TORCH_ATTENTION
-from ...sampling import Dense, Kind, Layer, ServedPass
+from ...session import Dense, Kind, Layer, Pass
 from .call import SdpaCall
 
 
 @dataclass(kw_only=True)
-class Forward(ServedPass):
+class Forward(Pass):
     """One forward pass; its hooks say which block runs."""
 
     _calls: Counter[int] = field(default_factory=Counter, repr=False)

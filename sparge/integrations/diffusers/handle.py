@@ -16,21 +16,17 @@ from ...common.compiling import has_been_traced
 from ...common.failures import MEANT_FOR_HOST, Failures
 from ...kernels import capabilities
 from ...kernels.warmup import warm_up
-from ...sampling import (
-    Run,
-    RunResult,
+from ...session import (
+    FAILED,
+    PLAIN,
+    Report,
+    Session,
     Settings,
+    SigmaWindow,
+    Step,
     Why,
     details,
     verdict,
-)
-from ...sampling.words import PLAIN
-from ...speed.backend import TORCH
-from ...tune import (
-    FAILED,
-    PassFacts,
-    SigmaWindow,
-    fitted,
 )
 from .forward import Forward
 from .hooks import TransformerHooks
@@ -90,7 +86,7 @@ class Handle:
         settings: Settings,
     ) -> None:
         self._pipe, self._settings = pipe, settings
-        self._run: Run | None = None
+        self._run: Session | None = None
         self._steps: Steps | None = None
         self._prompts = Prompts(pipe)
         self._remark = ""  # why no run began
@@ -120,7 +116,7 @@ class Handle:
         result = self.result
         if result is None:
             return self._not_run()
-        if result.notes and not result.tally.calls:
+        if result.notes and not result.counts.calls:
             return f"NOTHING WAS SPARSE; {result.notes[0]}"
         return verdict(result, _WIDEST).replace("\n", "; ")
 
@@ -145,13 +141,13 @@ class Handle:
         return f"{NOT_RUN} Or {PLAIN.whole_graph.told}." if has_been_traced() else NOT_RUN
 
     @property
-    def result(self) -> RunResult | None:
+    def result(self) -> Report | None:
         """Facts of the last run; None before there is one. Waits for the GPU."""
         if self._run is None:
             return None
         steps = self._steps
         finished = steps is None or not steps.are_known or steps.is_last
-        return self._run.result(stopped=not finished)
+        return self._run.report(stopped=not finished)
 
     def disable(self) -> None:
         """Takes the hooks off. The pipeline is as it was; the last run can still be asked."""
@@ -160,7 +156,7 @@ class Handle:
                 hooks.remove()
             self._hooks.clear()
             if self._run is not None:
-                self._run.session.end()
+                self._run.end()
 
     def begin_pass(self, hooks: TransformerHooks, given: Mapping[str, Any]) -> Forward | None:
         """Begins a pass, and a run where it is the first one of a call of the pipeline."""
@@ -181,13 +177,13 @@ class Handle:
 
     def end_pass(self, forward: Forward) -> None:
         """Ends a pass. In the last step it waits for the GPU, so that the clock is right."""
-        with forward.run.failures.caught("a step was not prepared"):
+        with forward.session.failures.caught("a step was not prepared"):
             forward.end()
             if self._steps is not None and self._steps.is_last:
-                device = forward.begun.device
+                device = forward.device
                 if device.type == "cuda":
                     torch.cuda.current_stream(device).synchronize()
-                forward.run.stop_clock()
+                forward.session.stop_clock()
 
     def _begun(self, hooks: TransformerHooks, given: Mapping[str, Any]) -> Forward | None:
         found = _inputs(given)
@@ -202,35 +198,30 @@ class Handle:
         known = self._steps.are_of(timesteps) if self._steps else timesteps is None
         if self._run is None or not known:
             self._new_run(device, timesteps)
-        conditioning = self._prompts.of(hooks.pass_name, len(latents))
+        prompts = self._prompts.of(hooks.pass_name, len(latents))
         scale = row.timestep_scale if row else None
-        if self._steps and not self._steps.advance(timestep, scale, conditioning):
+        if self._steps and not self._steps.advance(timestep, scale, prompts):
             self._new_run(device, timesteps)  # of a scheduler that keeps its timesteps
-            self._steps.advance(timestep, scale, conditioning)
+            self._steps.advance(timestep, scale, prompts)
         run, steps = self._run, self._steps
         assert run is not None
         layout = layout_of(hooks.model, row, given, len(hooks.blocks) or None)
-        unusable, ranks = run.meet(layout, device), ranks_of(hooks.model)
-        if isinstance(ranks, str):
-            unusable = unusable or ranks
-        else:
-            heads = layout.heads and layout.heads // ranks
-            layout = replace(layout, ranks=ranks, heads=heads)
+        ranks = ranks_of(hooks.model)
+        unusable = ranks if isinstance(ranks, str) else None
+        if not isinstance(ranks, str):
+            layout = replace(layout, ranks=ranks, heads=layout.heads and layout.heads // ranks)
         if steps is None or not steps.are_known:
             why = NO_SCHEDULE if steps is None else NOT_OF_SCHEDULE
-            facts = PassFacts(conditioning, 0, why, which=hooks.which)
+            step = Step(prompts, 0, why, model=hooks.which)
         else:
-            facts = PassFacts(conditioning, steps.now, which=hooks.which)
-            facts = run.window.facts(facts, _level(steps.now, len(steps)), run.schedule)
-        begun = run.session.begin_pass(
-            layout, fitted(run.asked, device), device, facts, usable=unusable is None
-        )
-        return Forward(run=run, layout=layout, begun=begun, unusable=unusable)
+            step = Step(prompts, steps.now, model=hooks.which)
+            step = run.window.step(step, _level(steps.now, len(steps)), run.schedule)
+        return Forward(session=run, layout=layout, step=step, device=device, unusable=unusable)
 
-    def _new_run(self, device: torch.device, timesteps: Tensor | None) -> Run:
+    def _new_run(self, device: torch.device, timesteps: Tensor | None) -> Session:
         """Begins a run. Waits for the kernels."""
         if self._run is not None:
-            self._run.session.end()
+            self._run.end()
         self._steps = None if timesteps is None else Steps(timesteps)
         self._prompts = Prompts(self._pipe)
         steps = 0 if self._steps is None else len(self._steps)
@@ -239,7 +230,7 @@ class Handle:
             settings.start_percent, settings.end_percent, lambda percent: steps * (1 - percent)
         )
         schedule = [_level(step, steps) for step in range(steps)]
-        run = self._run = Run(settings, window, schedule, backend=TORCH, words=WORDS)
+        run = self._run = Session(settings, window, schedule, words=WORDS)
         if capabilities(device).usable:
             run.await_kernels(device, lambda: warm_up(device, logger.info).wait(lambda: None))
         return run

@@ -9,8 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...order.grid import TokenGrid
-from ...sampling import TokenLayout
-from ...tune import TextPosition
+from ...session import TextPosition, TokenLayout
 from .rows import Row, Tokens
 
 #: Attributes that hold the blocks: one list, or one of double-stream and one of single-stream ones.

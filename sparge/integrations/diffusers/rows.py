@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from ...common.weak_cache import WeakTensorCache
-from ...tune import TextPosition
+from ...session import TextPosition
 
 Size = tuple[int, int, int]
 

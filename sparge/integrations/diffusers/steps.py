@@ -8,8 +8,6 @@ from typing import Any
 
 from torch import Tensor
 
-from ...tune import Conditioning
-
 #: What pipelines make of the scheduler's timesteps, for models without a row.
 _FORMS: tuple[Callable[[Tensor], Tensor], ...] = (
     lambda values: values,
@@ -54,7 +52,7 @@ class Steps:
         """Whether these are the steps of a scheduler's timesteps."""
         return timesteps is self._timesteps
 
-    def advance(self, timestep: Tensor, scale: float | None, conditioning: Conditioning) -> bool:
+    def advance(self, timestep: Tensor, scale: float | None, prompts: tuple[int, ...]) -> bool:
         """Takes note of a pass. Waits for the timestep, a single number. Returns False, and does
         nothing, where its step lies behind: then another call of the pipeline has begun.
 
@@ -66,14 +64,14 @@ class Steps:
             return True
         distance = (self._given - _latest(timestep)).abs()
         places = (distance == distance.min()).nonzero().flatten().tolist()
-        repeated = self._seen.intersection(conditioning)
+        repeated = self._seen.intersection(prompts)
         later = [place for place in places if place > self.now]
         if self.now in places and not (repeated and later):
-            self._seen.update(conditioning)
+            self._seen.update(prompts)
             return True
         if not later:
             return False
-        self.now, self._seen = later[0], set(conditioning)
+        self.now, self._seen = later[0], set(prompts)
         return True
 
 
@@ -106,7 +104,7 @@ class Prompts:
         self._guided = _is_guided(pipe)
         self._others: dict[str, int] = {}
 
-    def of(self, name: str | None, batch: int) -> Conditioning:
+    def of(self, name: str | None, batch: int) -> tuple[int, ...]:
         """Prompts of a pass of so many batch entries. name: that of the pass, None without one."""
         if name == "cond":
             return COND

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sequences of tokens that attend to themselves: their grids, and which tokens stay exact."""
+"""Tokens and layers of one forward pass: its grid, its text, and which tokens stay exact."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ from functools import cached_property
 
 from ..order.grid import TokenGrid
 
+#: Number of a layer that the numbers of dense_blocks never mean.
+UNNUMBERED = -1
+#: Rows for the layers of a model that cannot be counted: more than most have.
+_UNCOUNTED_ROWS = 256
+
 
 class TextPosition(enum.Enum):
     """Place of the tokens that are not on the video grid, in the self-attention sequence."""
@@ -19,11 +24,23 @@ class TextPosition(enum.Enum):
     NONE = "none"
 
 
+@dataclass(frozen=True)
+class Layer:
+    """Layer that a call is of."""
+
+    number: int
+    row: int
+    """Row of the layer, as in `TokenLayout.row`."""
+    beside: bool = False
+    """Whether it is the attention of text or sound in a layer, as far as is known."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class Sequences:
-    """Sequences of one forward pass, as far as they are known before its calls.
+class TokenLayout:
+    """Tokens and layers of one forward pass, as far as they are known before its calls.
 
     Attributes:
+        family: the model's name for the user.
         text: position of the tokens off the grid; None where that is not known.
         grid: tokens along (time, height, width); None when it is not known.
         tokens: the whole self-attention sequence, as far as it is known; None without a grid.
@@ -32,8 +49,16 @@ class Sequences:
             belongs to it.
         loose_frames: last frames of the grid, of which the model may leave tokens out.
         masked: the model is given a mask of its text, of which fewer tokens may be real.
+        blocks: layers (transformer blocks) that have numbers, from 0; None where not known.
+        refiners: layers that run before them and have no number.
+        heads: attention heads of this process; None when they are not known before a call.
+        context: tokens of text that the model is given.
+        prompts: lengths of further sequences beside the clip that it is given, such as pictures.
+        remark: what sparse runs of a model without a row say; "" with one.
+        ranks: processes that share the tokens outside of attention, which sees them as dealt.
     """
 
+    family: str = ""
     text: TextPosition | None = None
     grid: tuple[int, int, int] | None = None
     tokens: TokenGrid | None = None
@@ -41,6 +66,25 @@ class Sequences:
     frame_by_frame: bool = False
     loose_frames: int = 0
     masked: bool = False
+    blocks: int | None = None
+    refiners: int = 0
+    heads: int | None = None
+    context: int = 0
+    prompts: frozenset[int] = frozenset()
+    remark: str = ""
+    ranks: int = 1
+
+    @classmethod
+    def of(
+        cls, layers: int, grid: TokenGrid | None = None, heads: int | None = None, ranks: int = 1
+    ) -> TokenLayout:
+        """Layout as a loop over sampling steps knows it.
+
+        layers: number of self-attention layers, numbered from 0. grid: of the clip's tokens, with
+        text before and after it. heads: with them all that a step needs is made as it begins.
+        """
+        sizes = None if grid is None else (grid.frames, grid.height, grid.width)
+        return cls(blocks=layers, tokens=grid, grid=sizes, heads=heads, ranks=ranks)
 
     @cached_property
     def grid_tokens(self) -> int:
@@ -95,3 +139,21 @@ class Sequences:
         if self.text is TextPosition.FIRST:
             return (text, 0)
         return (0, text) if self.text is TextPosition.LAST else (0, 0)
+
+    @property
+    def rows(self) -> int:
+        """Number of rows of tables that hold one for each self-attention layer, as `row` numbers
+        them, where each is called once. Tables grow for further calls."""
+        return self.blocks + self.refiners if self.blocks else _UNCOUNTED_ROWS
+
+    def row(self, layer: int, earlier_calls: int) -> int:
+        """Row of a self-attention call in `layer` after `earlier_calls` others there.
+
+        Each further call has a row of its own: the control layers of Wan VACE call under the number
+        of the layer that they steer, and a node that saves memory calls for some heads at a time.
+        """
+        return layer + earlier_calls * self.rows
+
+    def refiner_row(self, refiner: int) -> int:
+        """Row of a layer that has no number."""
+        return (self.blocks or 0) + refiner

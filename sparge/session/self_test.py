@@ -12,6 +12,7 @@ from ..attention import attention
 from ..blocks import KEY_BLOCK, QUERY_BLOCK, block_count
 from ..errors import Unsupported
 from ..kernels.spec import HEAD_DIMS
+from .timing import Exact, are_kept, keep_none
 
 #: Largest error of a right kernel, as `row_errors` has it. Rounding as the kernels do errs by up to
 #: 0.25 with E4M3 values, which have the fewest bits, and by half of that with others. Faults of one
@@ -29,6 +30,13 @@ def check_kernels(device: torch.device) -> None:
     """Raises WrongKernels where 8-bit calls are not right on this GPU. A process tests it once."""
     if wrong := _wrong(device):
         raise WrongKernels(wrong)
+
+
+def check_once(device: torch.device, exact: Exact) -> None:
+    """`check_kernels`, where nothing is kept that tells that they passed it on this GPU."""
+    if device.type == "cuda" and not are_kept(device, exact):
+        check_kernels(device)
+        keep_none(device, exact)
 
 
 @cache  # kernels of another target cannot replace those that have served a call

@@ -18,7 +18,7 @@ from ..policy import EIGHT_BIT_DENSE
 from ..stages import pipeline
 from ..stages.launch import raw_stream
 from ..stages.recorded import Recording, noting
-from .call import Call
+from .calls import Call
 
 _ALIGNMENT = 16  # bytes of a vector load
 
@@ -73,7 +73,8 @@ def _kind(call: Call, stream: int) -> Hashable:
 
 def _record(call: Call) -> tuple[Tensor, _Recorded | None]:
     """Result of a call, and its recording; None where it takes more than a run of the stages."""
-    checked = make_call(*call.qkv, EIGHT_BIT_DENSE, "HND", False, call.scale, None, None)
+    q, k, v = call.qkv
+    checked = make_call(q, k, v, EIGHT_BIT_DENSE, "HND", False, call.scale, None, None)
     if not pipeline.has_kernels(checked) or not pipeline.fits(checked):
         return call.eight_bit(), None
     out = call.empty_result()

@@ -1,0 +1,482 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention calls as frameworks give them, and what becomes of a call whatever its heads are like."""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Hashable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..attention import attention
+from ..checks.padding import CAPTURED, as_rows, is_captured, key_padding
+from ..checks.validate import as_heads_first
+from ..common.torch_attention import exact_attention
+from ..common.weak_cache import WeakTensorCache
+from ..errors import Unsupported
+from ..head_settings import HeadSettings
+from ..order.grid import TokenGrid, TokenOrder
+from ..policy import EIGHT_BIT_DENSE, SparsePolicy
+from ..stats import AttentionStats
+from .settings import Settings
+from .tokens import TokenLayout
+
+#: Context around allocations that other calls of a layer do without.
+Untracked = Callable[[], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A call by views of its tensors: q (B, H, N, D), k and v (B, Hkv, M, D), in any strides."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float | None = None
+    layout: str = "HND"
+    """Layout of its result: "HND" (B, H, N, D), "NHD" (B, N, H, D) or "flat" (B, N, H*D)."""
+    by_backend: bool = True
+    """Whether the framework's own function serves exact calls, which times are of, and no mask:
+    else a dense call is exact, and nothing is known of its time."""
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, layout: str, scale: float | None) -> Call:
+        """Call of tensors in the layout of the result."""
+        q, k, v = (as_heads_first(n, x, layout) for n, x in (("q", q), ("k", k), ("v", v)))
+        return cls(q, k, v, scale, layout)
+
+    @property
+    def qkv(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.q, self.k, self.v
+
+    @property
+    def query_tokens(self) -> int:
+        return self.q.shape[2]
+
+    @property
+    def head_count(self) -> int:
+        return self.q.shape[1]
+
+    @property
+    def head_dim(self) -> int:
+        return self.q.shape[3]
+
+    @property
+    def pairs(self) -> int:
+        """Number of query-key pairs of all heads and batch entries."""
+        return self.q.shape[:-1].numel() * self.k.shape[2]
+
+    @property
+    def softmax_scale(self) -> float:
+        return self.head_dim**-0.5 if self.scale is None else self.scale
+
+    @property
+    def look(self) -> Hashable:
+        """Facts that calls share which look alike: what a session decides on them is the same."""
+        return self.q.shape, self.k.shape, self.q.dtype, self.q.device, self.by_backend
+
+    @property
+    def shares_keys(self) -> bool:
+        """Whether several heads read the same keys and values (GQA)."""
+        return self.k.shape[1] != self.q.shape[1]
+
+    def result_heads_first(self, out: Tensor) -> Tensor:
+        """View (B, H, N, D) of a result. Raises sparge.Unsupported for one of another shape, which
+        whatever serves the host's exact calls may give."""
+        out = out.as_subclass(Tensor)
+        batch, heads, tokens, head_dim = self.q.shape
+        usual = {
+            "HND": (batch, heads, tokens, head_dim),
+            "NHD": (batch, tokens, heads, head_dim),
+            "flat": (batch, tokens, heads * head_dim),
+        }[self.layout]
+        if tuple(out.shape) != usual:
+            raise Unsupported(
+                f"dense attention gave {tuple(out.shape)} instead of {usual}, so it is not measured"
+            )
+        out = out.unflatten(-1, (heads, -1)) if self.layout == "flat" else out
+        return out if self.layout == "HND" else out.transpose(1, 2)
+
+    def result(self, out: Tensor) -> Tensor:
+        """Result in its layout, from one (B, H, N, D)."""
+        if self.layout == "HND":
+            return out
+        return out.transpose(1, 2) if self.layout == "NHD" else out.transpose(1, 2).flatten(2)
+
+    def empty_result(self) -> Tensor:
+        """Memory for a result, as a view (B, H, N, D)."""
+        batch, heads, tokens, head_dim = self.q.shape
+        if self.layout == "HND":
+            return self.q.new_empty(self.q.shape)
+        return self.q.new_empty(batch, tokens, heads, head_dim).transpose(1, 2)
+
+    def exact(self) -> Tensor:
+        """Result of PyTorch's own attention."""
+        return self.result(
+            exact_attention(*self.qkv, scale=self.scale, enable_gqa=self.shares_keys)
+        )
+
+    def sparse(
+        self,
+        policy: SparsePolicy,
+        stats: AttentionStats | None = None,
+        order: TokenOrder | None = None,
+        head_settings: HeadSettings | None = None,
+    ) -> Tensor:
+        """Raises sparge.Unsupported where the library cannot serve the call."""
+        out = attention(
+            *self.qkv,
+            policy,
+            layout="HND",
+            out_layout="HND" if self.layout == "HND" else "NHD",
+            scale=self.scale,
+            order=order,
+            head_settings=head_settings,
+            stats=stats,
+            output_dtype=self.q.dtype,
+        )
+        assert isinstance(out, Tensor)  # a pair only with return_lse
+        return out.flatten(2) if self.layout == "flat" else out
+
+    def eight_bit(self) -> Tensor:
+        """Result of 8-bit dense attention. Raises sparge.Unsupported likewise."""
+        return self.sparse(EIGHT_BIT_DENSE)
+
+
+def _exact() -> None:
+    """Stands for 8-bit dense attention where a call has to be exact."""
+
+
+class DenseOnce:
+    """Dense result of a call in its layout, computed once however often it is asked for."""
+
+    def __init__(
+        self, exact: Callable[[], Tensor], eight_bit: Callable[[], Tensor | None] = _exact
+    ) -> None:
+        """exact: by whatever serves the host's exact calls. eight_bit: by 8-bit dense attention;
+        gives None where exact attention is to be."""
+        self._exact, self._eight_bit = exact, eight_bit
+        self._out: Tensor | None = None
+        self.by_eight_bit = False
+        """Whether it is that of 8-bit dense attention."""
+        self.failure: Exception | None = None
+        """Error that `exact` raised: not one of this pack."""
+
+    def result(self) -> Tensor:
+        if self._out is None:
+            self._out = self._eight_bit()
+            self.by_eight_bit = self._out is not None
+        if self._out is None:
+            try:
+                self._out = self._exact()
+            except Exception as error:
+                self.failure = error
+                raise
+        return self._out
+
+
+#: Reason of a dense call with a mask that is no padding of text.
+MASK = "attention mask"
+#: Reason of a dense masked call whose batch entries have different numbers of real tokens.
+UNEVEN = "attention mask (the prompts of a batch are padded differently)"
+_KEPT = 8  # masks of a pass that are remembered
+CROSS_ATTENTION = "cross-attention"
+FRAME_BY_FRAME = "the model attends frame by frame, which only mode manual serves"
+#: Remark on sparse calls of a known model whose tokens are not those of its clip.
+UNKNOWN_TOKENS = (
+    "some calls have other tokens than the clip and its text (an image of another size?): those "
+    "stay in the order they come, which errs more"
+)
+#: Remark on such calls of a model that several GPUs share.
+TEXT_NOT_EXACT = "several GPUs share the model, and text was not exact: nobody says where it stands"
+#: Remarks on sparse calls of other numbers of queries and keys.
+FRAMES_AS_THEY_COME = "the model attends frame by frame: those calls keep their tokens as they come"
+PART_AS_IT_COMES = (
+    "queries and keys differ in number in some calls (a node adds or merges tokens?): those keep "
+    "their tokens as they come, and text among them is not exact"
+)
+DIFFERENT_NUMBERS = (
+    "queries and keys differ in number (a node adds or merges tokens?), which only mode manual "
+    "serves"
+)
+
+
+@dataclass(frozen=True)
+class CallFacts:
+    """Facts that one attention call shows without reading a tensor. Lengths count tokens."""
+
+    query_tokens: int
+    key_tokens: int
+    has_mask: bool = False
+    masks_keys: bool = False
+    """Whether its mask may be padding, by its shape."""
+    refuses_low_precision: bool = False
+    unknown_options: tuple[str, ...] = ()
+    reference_tokens: int = 0
+    """Image tokens that a model appends after the grid (Flux edits)."""
+    heads: int = 1
+    """Heads of all batch entries."""
+
+    @property
+    def pairs(self) -> int:
+        """Number of query-key pairs of all heads and batch entries."""
+        return self.heads * self.query_tokens * self.key_tokens
+
+    def kind(self, layout: TokenLayout, beside: Collection[int] = ()) -> Kind:
+        """Kind of this call, by the lengths of what the model is given. beside: as in
+        `Decision.of`."""
+        if self.query_tokens == self.key_tokens:
+            return Kind.SELF
+        others = {layout.context, *layout.prompts, *beside} - {layout.grid_tokens}
+        return Kind.CROSS if others & {self.query_tokens, self.key_tokens} else Kind.PART
+
+
+class GivenCall(ABC):
+    """Attention call in the conventions of a host: what a pass asks of it."""
+
+    q: Tensor
+    mask: Tensor | None
+
+    @cached_property
+    @abstractmethod
+    def tensors(self) -> Call | str:
+        """Views of q, k and v that go together; or the reason why there are none, for the user."""
+
+    @cached_property
+    @abstractmethod
+    def facts(self) -> CallFacts: ...
+
+    @property
+    @abstractmethod
+    def key_mask(self) -> Tensor | None:
+        """Mask of the call where it may be padding, by its shape, else None."""
+
+    @abstractmethod
+    def of_tensors(self, call: Call) -> GivenCall:
+        """Same call without its mask, of other tensors (B, H, S, D) in and out."""
+
+
+class Kind(enum.Enum):
+    """Kinds of attention calls: what attends to what."""
+
+    SELF = enum.auto()
+    PART = enum.auto()
+    """Self-attention, as far as is known, of other numbers of queries and keys: of some queries, or
+    with further keys or merged ones."""
+    CROSS = enum.auto()
+    """Attention to the prompt, or between the clip and what is sampled beside it."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Decision on calls, whatever their layer and their heads are like."""
+
+    kind: Kind
+    why_exact: str | None
+    """Why they are exact in every step; None where they may be sparse."""
+    tokens: int
+    """Tokens of the sequence that they are of."""
+    is_of_clip: bool
+    """Whether they are of the clip's self-attention or, as some models have it, a part of it: never
+    of text or sound alone, nor of the clip attending to text or sound."""
+    ends: tuple[int, int]
+    """Tokens at either end that stay exact in sparse ones."""
+    remarks: tuple[str, ...]
+    """On sparse ones, for the user."""
+
+    @classmethod
+    def of(
+        cls, call: CallFacts, layout: TokenLayout, settings: Settings, beside: Collection[int] = ()
+    ) -> Decision:
+        """beside: numbers of tokens of what is sampled beside the clip (sound), alone."""
+        kind, tokens = call.kind(layout, beside), call.query_tokens
+        sequence = tokens
+        if kind is Kind.PART:
+            longer = max(tokens, call.key_tokens)
+            sequence = min(longer, layout.grid_tokens or longer)
+        alone = tokens in beside and tokens != layout.grid_tokens
+        long = min(tokens, call.key_tokens) >= layout.frame_tokens
+        return cls(
+            kind,
+            _why_exact(kind, call, layout, settings),
+            sequence,
+            kind is not Kind.CROSS and long and not alone,
+            *_ends_and_remarks(kind, call, layout),
+        )
+
+
+def _why_exact(kind: Kind, call: CallFacts, layout: TokenLayout, settings: Settings) -> str | None:
+    """Reason why a call is exact in every step, or None. What the arithmetic cannot serve
+    (head_dim, strides, gradients) the library refuses itself, with a reason."""
+    if kind is Kind.CROSS:
+        return CROSS_ATTENTION
+    if call.has_mask and not (kind is Kind.SELF and call.masks_keys):
+        return MASK
+    if call.refuses_low_precision:
+        return "the model asks for full precision here"
+    if call.unknown_options:
+        return f"the model uses an option unknown here ({', '.join(call.unknown_options)})"
+    if call.key_tokens < settings.min_tokens:
+        return f"fewer than min_tokens ({settings.min_tokens}) tokens"
+    if kind is Kind.PART and settings.aim is not None:
+        return FRAME_BY_FRAME if layout.frame_by_frame else DIFFERENT_NUMBERS
+    if call.query_tokens < layout.frame_tokens:
+        return "fewer tokens than a frame has"  # text or sound alone; text stays exact
+    return None
+
+
+def _ends_and_remarks(
+    kind: Kind, call: CallFacts, layout: TokenLayout
+) -> tuple[tuple[int, int], tuple[str, ...]]:
+    known = (layout.remark,) if layout.remark else ()
+    if kind is not Kind.SELF:
+        part = FRAMES_AS_THEY_COME if layout.frame_by_frame else PART_AS_IT_COMES
+        return (0, 0), known or (part,)
+    ends = layout.exact_tokens(call.query_tokens, call.reference_tokens)
+    if layout.sequence(call.query_tokens) is not None:
+        return ends, known
+    if any(ends) and layout.ranks > 1:
+        return (0, 0), (TEXT_NOT_EXACT, *(known or (UNKNOWN_TOKENS,)))
+    return ends, known or (UNKNOWN_TOKENS,)
+
+
+@dataclass(frozen=True, eq=False)
+class RealTokens:
+    """Real tokens of a call with a padding mask.
+
+    index (entries, real tokens) and rest (entries, others), int64: their places in the sequence.
+    One entry stands for a whole batch.
+    """
+
+    index: Tensor
+    rest: Tensor
+    hides_queries: bool
+    """Whether the rest sees nothing, and is 0."""
+
+    def call(self, call: Call) -> Call:
+        """Same attention among the real tokens alone, (B, H, S, D) in and out."""
+        q, k, v = (_take(x, self.index) for x in call.qkv)
+        return replace(call, q=q, k=k, v=v, layout="HND")
+
+    def rows(self, call: Call, out: Tensor) -> Tensor:
+        """Rows of the real tokens in a result of `call`, as `self.call` has it."""
+        return _take(call.result_heads_first(out), self.index)
+
+    def whole(self, call: Call, real: Call, out: Tensor) -> Tensor:
+        """Result of `call`, from that of its real tokens."""
+        batch, heads, tokens, head_dim = call.q.shape
+        result = call.q.new_empty(batch, tokens, heads, head_dim)
+        _put(result, self.index, out)
+        if self.hides_queries:
+            _put(result, self.rest, result.new_zeros(batch, heads, self.rest.shape[1], head_dim))
+        elif self.rest.shape[1]:
+            k, v = real.k.to(result.dtype), real.v.to(result.dtype)
+            rest = replace(real, q=_take(call.q, self.rest), k=k, v=v)
+            _put(result, self.rest, rest.exact())
+        return call.result(result.transpose(1, 2))
+
+
+class ReadMasks:
+    """Masks of the self-attention calls of one pass, and the real tokens that they leave.
+
+    The host waits for the mask of each call, so the GPU's queue runs empty there: a model may fill
+    it anew between two layers. It does not wait where the same object comes again and PyTorch says
+    that nobody changed it, which it says of no tensor that was made in inference mode.
+    """
+
+    def __init__(self, known: TokenGrid | None) -> None:
+        """known: whole sequence, of which padding is never on the grid; None where that is not
+        known."""
+        self._known = known
+        self._rows: WeakTensorCache[_Row | str] = WeakTensorCache(_KEPT)
+        self._found: list[tuple[_Row, RealTokens | str | None]] = []
+
+    def real_tokens(self, mask: Tensor) -> RealTokens | str | None:
+        """Real tokens of a call with this mask: None where all tokens are, or why the call stays
+        dense. mask: (N), or with dimensions in front of it for batch entries, heads and queries."""
+        if is_captured(mask):
+            return CAPTURED
+        row = self._rows.get(mask)
+        if row is None:
+            row = self._rows.add(mask, _read(mask))
+        if isinstance(row, str):
+            return row
+        for earlier, found in self._found:
+            if row.hides_queries == earlier.hides_queries and torch.equal(row.keys, earlier.keys):
+                return found
+        self._found.append((row, row.real_tokens(self._known, mask.device)))
+        return self._found[-1][1]
+
+
+class _Row(NamedTuple):
+    """Row of a mask for each batch entry, on the host."""
+
+    keys: Tensor
+    hides_queries: bool
+    """Whether what a hidden token asks for is hidden, too."""
+
+    def real_tokens(self, known: TokenGrid | None, device: torch.device) -> RealTokens | str | None:
+        try:
+            padding = key_padding(self.keys)
+        except (Unsupported, ValueError):
+            return MASK
+        if padding.key_lengths is None:
+            return None
+        counts = padding.key_lengths.tolist()
+        hidden = ~self.keys if self.keys.dtype == torch.bool else self.keys != 0
+        if known is not None:
+            of_grid = slice(known.prefix, known.tokens - known.suffix)
+            if hidden.shape[-1] != known.tokens or hidden[:, of_grid].any():
+                return MASK
+        if min(counts) != max(counts):
+            return UNEVEN
+        if not counts[0]:
+            return MASK
+        # Stable: real tokens keep their order.
+        places = hidden.to(torch.uint8).argsort(dim=1, stable=True).to(device)
+        return RealTokens(places[:, : counts[0]], places[:, counts[0] :], self.hides_queries)
+
+
+def _read(mask: Tensor) -> _Row | str:
+    """Row of a mask, or why it is no padding. Waits for its device."""
+    try:
+        rows = as_rows(mask[:, None] if mask.dim() == 3 else mask)
+    except ValueError:
+        return MASK
+    hides_queries = rows.shape[2] > 1
+    if hides_queries and (rows.dtype != torch.bool or rows.shape[1] > 1):
+        return MASK
+    if hides_queries:
+        keys, queries = rows.any(-2)[:, 0], rows.any(-1)[:, 0]
+        # A mask of only these rows and columns that has all of their places.
+        whole = rows.sum((1, 2, 3)) == keys.sum(1) * queries.sum(1)
+        fits = (keys == queries).all() & whole.all()
+    else:
+        keys = rows[:, 0, 0]
+        fits = (rows == rows[:, :1]).all()
+    fits = fits.to(keys.dtype).expand(keys.shape[0], 1)
+    read = torch.cat([keys, fits], 1).cpu()
+    return _Row(read[:, :-1], hides_queries) if read[0, -1] else MASK
+
+
+def _take(x: Tensor, places: Tensor) -> Tensor:
+    """Takes rows: (B, H, n, D) of (B, H, N, D)."""
+    if places.shape[0] == 1:
+        return x.index_select(2, places[0])
+    entry = torch.arange(x.shape[0], device=x.device).unsqueeze(1)
+    return x[entry, :, places].transpose(1, 2)
+
+
+def _put(result: Tensor, places: Tensor, rows: Tensor) -> None:
+    """Writes rows (B, H, n, D) into result (B, N, H, D)."""
+    rows = rows.transpose(1, 2).to(result.dtype)
+    if places.shape[0] == 1:
+        result[:, places[0]] = rows
+        return
+    result[torch.arange(result.shape[0], device=result.device).unsqueeze(1), places] = rows

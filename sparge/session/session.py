@@ -1,0 +1,689 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One sampling run: heads are measured in the last dense step; in later steps each keeps as few key
+blocks as a target for their mean error allows, or they share out a mean density. Without an aim
+nothing is measured, and all heads follow one policy.
+
+    session = Session.of(Aim("budget", 0.2), steps=20, dense_steps=4)
+    layout = TokenLayout.of(layers=30, grid=TokenGrid(frames=21, height=34, width=30))
+    for step in range(20):
+        running = session.begin_step(step, layout, device)
+        x = denoise(x, step, attention=running.attend)  # attend(layer, q, k, v) in each layer
+        running.end()
+    print(session.report())
+    session.end()
+
+Frameworks that split a step into passes of their own begin a `Pass` for each.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ..checks.argument import check_kind, whole_number
+from ..checks.validate import check_inference
+from ..common.compiling import untraced
+from ..common.failures import MEANT_FOR_HOST, Failures
+from ..errors import KernelBuildError, Unsupported
+from ..head_settings import HeadSettings
+from ..kernels import capabilities
+from ..kernels.warmup import KERNEL_DID_NOT_COMPILE
+from ..order.grid import TokenGrid, TokenOrder, unmeasured_order
+from ..order.places import order_as_dealt
+from ..order.variants import VARIANTS
+from ..policy import SparsePolicy
+from .calls import (
+    CROSS_ATTENTION,
+    MASK,
+    Call,
+    CallFacts,
+    Decision,
+    DenseOnce,
+    GivenCall,
+    Kind,
+    ReadMasks,
+    RealTokens,
+    Untracked,
+)
+from .eight_bit import EightBitDense
+from .heads import FAILED, MEASURING, Heads, Shape
+from .report import NOT_FINITE, PLAIN, Counts, Densities, PassRecord, Report, RunTime, Words
+from .schedule import Aim, SigmaWindow, Step
+from .self_test import WrongKernels, check_once
+from .settings import MANUAL, Settings, fitted
+from .timing import TORCH, Backend, Exact, Times, speed_matters, times_of
+from .tokens import Layer, TokenLayout
+
+logger = logging.getLogger("sparge")
+
+#: Layers whose dense calls in a run's first step are exact, for the run to learn what that takes.
+TIMED_LAYERS = (1, 2)
+
+Dense = Callable[[], Tensor]
+
+EVERYTHING = SigmaWindow.of(0.0, 1.0, lambda percent: 1.0 - percent)
+
+
+class Session:
+    """One sampling run, shared by its passes on every device. Passes may begin in several threads."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        window: SigmaWindow = EVERYTHING,
+        schedule: Sequence[float] = (),
+        *,
+        aim: Aim | None = None,
+        exact: Exact = TORCH,
+        words: Words = PLAIN,
+        untracked: Untracked = nullcontext,
+        draw: int = 0,
+    ) -> None:
+        """Heads are measured in the last dense step, or in the first step where there is none.
+
+        Args:
+            window, schedule: noise levels that may be sparse, and that of each step, as far as they
+                are known.
+            aim: in place of the settings' own.
+            exact: what serves the framework's exact calls.
+            words: of the framework, for its user.
+            untracked: context around allocations that outlive a call, for frameworks that record
+                those of a pass.
+            draw: other query blocks are measured for another one.
+        """
+        self.settings, self.window, self.schedule = settings, window, schedule
+        self.aim = aim or settings.aim
+        self.asked = settings.policy()
+        """Policy for any device; `fitted` makes it one's own."""
+        self.exact, self.words, self.untracked = exact, words, untracked
+        self.counts, self.failures = Counts(), Failures()
+        self.exact_dense = settings.exact_dense or self.aim is None
+        self.eight_bit_dense = EightBitDense()
+        self._notes: dict[str, None] = {}
+        # Not a method: whoever holds it holds no run, whose heads would stay on their devices until
+        # the cycle is found.
+        self.note: Callable[[str], None] = self._notes.setdefault
+        """Adds a remark to the report, once."""
+        self._dense_steps: int | None = None
+        self._sparse_steps: int | None = None
+        self._heads: dict[tuple[torch.device, int, Shape], Heads] = {}
+        self._prompts: dict[tuple[torch.device, int, Shape], set[int]] = {}
+        self._orders: dict[tuple[TokenGrid, int, int, torch.device], TokenOrder] = {}
+        self._passes: list[Pass] = []
+        self._unusable: dict[torch.device, str] = {}
+        self._began: float | None = None
+        self._ended: float | None = None
+        self._rows = 0  # most that a pass had
+        self._draw = draw
+        self._lock = threading.RLock()
+
+    @classmethod
+    def of(
+        cls,
+        aim: Aim | None,
+        *,
+        steps: int | None = None,
+        dense_steps: int = 1,
+        policy: SparsePolicy | None = None,
+        exact_dense: bool = False,
+        draw: int = 0,
+    ) -> Session:
+        """Session of a loop over sampling steps (`begin_step`).
+
+        Args:
+            aim: a target for the mean error of heads, or a mean density over heads and steps; None
+                for heads that all follow the policy.
+            steps: number of sampling steps; None where it is not known.
+            dense_steps: number of dense steps before the sparse ones; with 0 the first step is
+                dense all the same, and measured.
+            exact_dense: dense calls are exact also where 8 bits are faster.
+        """
+        if aim is not None:
+            check_kind("aim", aim, Aim, 'one such as Aim("budget", 0.5)')
+        session = cls(
+            Settings(mode=MANUAL, min_tokens=0, exact_dense=exact_dense), aim=aim, draw=draw
+        )
+        session.asked = policy or SparsePolicy()
+        session._dense_steps = whole_number("dense_steps", dense_steps, 0)
+        if steps is not None:
+            session._sparse_steps = max(0, whole_number("steps", steps, 0) - dense_steps)
+        return session
+
+    @property
+    def notes(self) -> list[str]:
+        return list(self._notes)
+
+    def begin_step(
+        self,
+        step: int,
+        layout: TokenLayout,
+        device: torch.device | str,
+        *,
+        prompts: tuple[int, ...] = (0,),
+    ) -> Pass:
+        """Begins a sampling step, or one of its passes where prompts are computed one by one. Waits
+        for the device where heads are chosen.
+
+        step: its number from 0. prompts: number of the prompt of each entry of the batch.
+        """
+        device = torch.empty(0, device=device).device  # with an index, as tensors have it
+        dense, sparse = self._dense_steps or 0, self._sparse_steps
+        why_dense = None if step >= dense else f"one of the first {dense} steps"
+        index = None if sparse is None else min(max(0, step - dense), max(0, sparse - 1))
+        found = Step(prompts, step, why_dense, step == dense - 1, index, sparse)
+        return Pass(session=self, layout=layout, step=found, device=device)
+
+    def meet(self, begun: Pass) -> str | None:
+        """Takes note of a pass that begins. Returns the reason why no call on its device can be
+        sparse, if there is one. The clock starts at the first pass: kernels and model are there."""
+        layout, device = begun.layout, begun.device
+        self.counts.begin_pass(layout.family, layout.grid)
+        self._began = self._began or time.perf_counter()
+        self._note_missing_layers(layout.blocks)
+        unusable = self.unusable(device) or begun.unusable
+        if unusable is None and (slower_target := capabilities(device).note):
+            self.note(slower_target)
+        with self._lock:
+            before = self._passes[-1].record if self._passes else None
+            self._passes.append(begun)
+            self._rows = max(self._rows, layout.rows, before.rows if before else 0)
+        begun.record.looked_at = before.last_row if before else None
+        if unusable is None and begun.step.why_dense is None:
+            begun.record.expect(self._rows)
+        return unusable
+
+    def heads_of(self, shape: Shape, begun: Pass, make: bool) -> Heads | None:
+        """Heads of the calls of a shape in a pass; None where there are none and none are made."""
+        key = begun.device, begun.step.model, shape
+        with self._lock:
+            heads = self._heads.get(key)
+            if heads is None and make:
+                assert self.aim is not None
+                heads = self._heads[key] = Heads(
+                    shape,
+                    self.aim,
+                    begun.policy,
+                    begun.device,
+                    sorted(self._prompts.get(key, ())),
+                    self.untracked,
+                    self._draw,
+                )
+        return heads
+
+    def heads_on(self, begun: Pass) -> list[Heads]:
+        """Heads of the model and device of a pass."""
+        with self._lock:
+            found = list(self._heads.items())
+        return [x for key, x in found if key[:2] == (begun.device, begun.step.model)]
+
+    def saw(self, shape: Shape, begun: Pass) -> None:
+        """Notes the prompts of calls of a shape in a pass before the measured step."""
+        key = begun.device, begun.step.model, shape
+        with self._lock:
+            self._prompts.setdefault(key, set()).update(begun.step.prompts)
+
+    def unmeasured_order(
+        self, grid: TokenGrid, ranks: int, step: int, device: torch.device
+    ) -> TokenOrder:
+        """Token order of a step where all heads follow one policy; steps take several in turn."""
+        key = grid, ranks, step % VARIANTS, device
+        with self._lock:
+            if key not in self._orders:
+                order = order_as_dealt(unmeasured_order(grid, step % VARIANTS), grid, ranks)
+                self._orders[key] = order.on(device)
+            return self._orders[key]
+
+    def await_kernels(self, device: torch.device, wait: Callable[[], str | None]) -> None:
+        """Waits for the kernels, so that whether a call is sparse never depends on how fast a
+        compiler was, and tests them where this GPU has not. wait: returns why there are none, or
+        None."""
+        failure = wait()
+        if failure is not None:
+            self.give_up(device, failure)
+            return
+        with self.failures.caught("the kernels were not tested on this GPU"):
+            try:
+                check_once(device, self.exact)
+            except WrongKernels as error:
+                self.give_up(device, error.reason)
+
+    def unusable(self, device: torch.device) -> str | None:
+        """Reason why attention on this device stays dense for the whole run, or None."""
+        return self._unusable.get(device) or unusable_reason(device)
+
+    def give_up(self, device: torch.device, reason: str) -> None:
+        """Keeps the rest of the run dense on this device."""
+        self._unusable.setdefault(device, reason)
+
+    def stop_clock(self) -> None:
+        """Stops the clock, where it is known that no pass is to come, or later than it is."""
+        self._ended = time.perf_counter()
+
+    def report(self, stopped: bool = False) -> Report:
+        """Report of the passes so far. Waits for the devices."""
+        records = [begun.record for begun in self._passes]
+        not_finite = min((what for x in records if (what := x.not_finite)), default="")
+        notes = [NOT_FINITE.format(what=not_finite)] if not_finite else []
+        ended = self._ended or time.perf_counter()
+        return Report(
+            self.counts,
+            self.aim,
+            Densities.of(records),
+            tuple(heads.report() for heads in self._heads.values() if heads.given),
+            RunTime.of(records),
+            self.words,
+            not_finite,
+            stopped,
+            (*notes, *self._notes),
+            len(self.schedule),
+            0.0 if self._began is None else ended - self._began,
+        )
+
+    def end(self) -> None:
+        """Gives back what outlives the run on the devices."""
+        for heads in self._heads.values():
+            heads.forget_copies()
+        for grid, ranks, variant, _ in self._orders:
+            order_as_dealt(unmeasured_order(grid, variant), grid, ranks).forget_copies()
+        self._orders.clear()
+
+    def _note_missing_layers(self, total: int | None) -> None:
+        """Notes what dense_blocks asks in vain of a model of so many layers."""
+        spans = self.settings.dense_layers
+        if total is None and spans.needs_total:
+            self.note("negative dense_blocks do nothing: this model's block count is unknown")
+        if total is not None and (missing := spans.missing(total)):
+            numbers = ", ".join(map(str, missing))
+            self.note(f"dense_blocks names {numbers}; this model has blocks 0-{total - 1}")
+
+
+@dataclass(eq=False)
+class _Kind:
+    """What calls of a pass share which look alike."""
+
+    shape: Shape
+    policy: SparsePolicy
+    """With what stays exact at either end."""
+    heads: Heads | None
+    """None where all heads follow one policy, or before they are measured."""
+    times: Times | None
+
+
+@dataclass(kw_only=True, eq=False)
+class Pass:
+    """One forward pass on one device. Making it begins it, and waits for the device where heads are
+    chosen: make it before the pass, never inside a call."""
+
+    session: Session
+    layout: TokenLayout
+    step: Step
+    device: torch.device
+    beside: frozenset[int] = frozenset()
+    """Numbers of tokens of what is sampled beside the clip (sound), alone."""
+    unusable: str | None = None
+    """Reason why no call of it can be sparse."""
+    handing_on: bool = field(default=False, init=False, repr=False)
+    """Whether the framework's dense path is running, whose own calls go straight on."""
+
+    def __post_init__(self) -> None:
+        session, settings = self.session, self.session.settings
+        self.policy = fitted(session.asked, self.device)
+        """As this device runs it, such as without the PV filter on Hopper."""
+        self.record = PassRecord(self.step.number, self.device, session.untracked)
+        self.unusable = session.meet(self)
+        self._masks = ReadMasks(self.layout.tokens)
+        self._dense_layers = settings.dense_layers.of_total(self.layout.blocks)
+        self._filter_left_out = session.asked.pv_filter and not self.policy.pv_filter
+        self._decisions: dict[CallFacts, Decision] = {}
+        self._times: dict[Hashable, Times | None] = {}
+        self._kinds: dict[Hashable, _Kind] = {}
+        if self.unusable is None:
+            self._expect()
+
+    def _expect(self) -> None:
+        """Makes what calls are expected to need, and begins the pass for heads that there are."""
+        session, layout = self.session, self.layout
+        if session.aim is not None:
+            if layout.heads is not None:
+                for grid in layout.expected:
+                    shape = Shape(grid.tokens, layout.heads, grid, layout.ranks)
+                    session.heads_of(shape, self, make=self._may_measure)
+            for heads in session.heads_on(self):
+                heads.begin_pass(self.step)
+        elif self.step.why_dense is None:
+            for grid in layout.expected:
+                session.unmeasured_order(grid, layout.ranks, self.step.number, self.device)
+
+    @property
+    def _may_measure(self) -> bool:
+        return self.step.why_dense is None or self.step.is_last_dense
+
+    def end(self) -> None:
+        """Ends the pass, which is queued; the GPU may still be computing it."""
+        may_be_sparse = self.unusable is None and self.step.why_dense is None
+        self.session.counts.end_pass(may_be_sparse or self.unusable is not None)
+        self._kinds.clear()  # they hold orders on the device
+
+    @untraced
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        layout: str = "HND",
+        scale: float | None = None,
+        exact: Callable[[], Tensor] | None = None,
+    ) -> Tensor:
+        """Self-attention of a layer: sparse where its heads are chosen, else dense, and measured.
+
+        q, k, v and the result are (B, H, N, D) for layout "HND", (B, N, H, D) for "NHD". exact
+        gives the result of exact attention in that layout; `scaled_dot_product_attention` without
+        it.
+
+        Raises:
+            ValueError: an argument is none of these, or the batch is not of the pass's prompts.
+        """
+        layer = whole_number("layer", layer, 0)
+        call = Call.of(q, k, v, layout, scale)
+        entries, prompts = call.q.shape[0], len(self.step.prompts)
+        if entries % prompts:
+            raise ValueError(
+                f"prompts names {prompts} prompts and the batch has {entries} entries; give one "
+                f"number for each entry, say {tuple(range(entries))}."
+            )
+        reason = None
+        if call.k.shape[2] != call.query_tokens:
+            reason = "queries and keys differ in number"
+        elif layer >= self.layout.rows:
+            reason = f"the model has fewer layers than {layer + 1}"
+        once = DenseOnce(
+            partial(self._exact, call, exact or call.exact), partial(self._eight_bit, call, layer)
+        )
+        row = None if layer >= self.layout.rows else layer
+        return self._computed(call, layer, row, once, reason, None, call.query_tokens, call.pairs)
+
+    def decision(self, given: GivenCall) -> Decision:
+        """Decision on a call, made for the first of those that show the same."""
+        found = self._decisions.get(given.facts)
+        if found is None:
+            found = Decision(Kind.CROSS, FAILED, given.facts.query_tokens, False, (0, 0), ())
+            with self.session.failures.caught("a call was computed dense"):
+                found = Decision.of(given.facts, self.layout, self.session.settings, self.beside)
+            self._decisions[given.facts] = found
+        return found
+
+    def serve(self, given: GivenCall, decision: Decision, layer: Layer, dense: Dense) -> Tensor:
+        """Result of a call, sparse when nothing speaks against it, else from dense()."""
+        if decision.is_of_clip:
+            self.session.counts.reached = True
+        real = None if given.mask is None else self._real_tokens(given, decision, layer)
+        if not isinstance(real, RealTokens):
+            return self._serve(given, decision, layer, dense, why=real)
+        call, outs = given.tensors, list[Tensor]()
+        assert isinstance(call, Call)
+
+        def of_real_ones() -> Tensor:
+            outs.append(dense())
+            return real.rows(call, outs[0])
+
+        inner = real.call(call)
+        given = given.of_tensors(inner)
+        out = self._serve(given, self.decision(given), layer, of_real_ones, padded=True)
+        return outs[0] if outs else real.whole(call, inner, out)
+
+    def _serve(
+        self,
+        given: GivenCall,
+        decision: Decision,
+        layer: Layer,
+        dense: Dense,
+        why: str | None = None,
+        padded: bool = False,
+    ) -> Tensor:
+        """Result of a call. why: reason to be dense, beside what is looked at here. padded: dense()
+        computes more than the call's tokens, so its time says nothing of them."""
+        # Measuring takes the dense result, too.
+        timed = decision.kind is Kind.SELF and not padded
+        call, exact = given.tensors, partial(self._hand_on, dense)
+        if timed and self.unusable is None and isinstance(call, Call):
+            exact = partial(self._exact, call, exact)
+
+        def eight_bit() -> Tensor | None:
+            why_exact = self.unusable or decision.why_exact
+            if why_exact is not None or given.mask is not None or not isinstance(call, Call):
+                return None
+            with self.session.failures.caught("a dense call was computed exact"):
+                return self._eight_bit(call, layer.row if timed else None)
+            return None
+
+        once = DenseOnce(exact, eight_bit)
+        reason = why or self.why_dense(given, decision, layer)
+        row = None if decision.kind is Kind.CROSS or layer.beside else layer.row
+        return self._computed(
+            call, layer.row, row, once, reason, decision, decision.tokens, given.facts.pairs,
+            self.held_back(given, layer),
+        )  # fmt: skip
+
+    def _computed(
+        self,
+        call: Call | str,
+        row: int,
+        counted: int | None,
+        once: DenseOnce,
+        reason: str | None,
+        decision: Decision | None,
+        tokens: int,
+        pairs: int,
+        held: str | None = None,
+    ) -> Tensor:
+        """Result of a call: sparse, or else dense, and counted. row: of its layer. counted: the
+        same, None where it is of text or sound alone. reason: why it is dense. held: why it is
+        dense, though it may be measured. Without a decision errors are the caller's."""
+        counts = self.session.counts
+        try:
+            ends = None if decision is None else decision.ends
+            out = reason or self._sparse(call, row, once, ends, held)
+            if not isinstance(out, str):
+                for remark in () if decision is None else decision.remarks:
+                    self.session.note(remark)
+                counts.add_sparse(tokens, self._filter_left_out)
+                return out
+            reason = out
+        except Unsupported as refusal:
+            if refusal is once.failure:
+                raise
+            reason = refusal.reason
+        except KernelBuildError as error:
+            if decision is None:
+                raise
+            logger.error("[Sparge] %s", error)
+            reason = self.unusable = KERNEL_DID_NOT_COMPILE
+            self.session.give_up(self.device, reason)
+        except MEANT_FOR_HOST:
+            raise
+        except Exception as error:
+            if decision is None or error is once.failure:
+                raise
+            self.session.failures.tell("a call was computed dense", error)
+            reason = FAILED
+        result = once.result()
+        if reason == CROSS_ATTENTION:
+            counts.add_cross()
+        else:
+            self.record.add_dense(counted, pairs)
+            counts.add_dense(reason, tokens, once.by_eight_bit)
+        return result
+
+    def held_back(self, given: GivenCall, layer: Layer) -> str | None:
+        """Reason why a call is dense for now, though its heads may be measured; for subclasses."""
+        return None
+
+    def why_dense(self, given: GivenCall, decision: Decision, layer: Layer) -> str | None:
+        """Reason why a call is dense whatever its heads are like, or None."""
+        reason = decision.why_exact or self.unusable
+        if reason is None and self.session.aim is None:
+            reason = self.step.why_dense  # with an aim a call of a dense pass may be measured
+        if reason is None and any(layer.number in span for span in self._dense_layers):
+            reason = "listed in dense_blocks"
+        return reason or (given.tensors if isinstance(given.tensors, str) else None)
+
+    def _real_tokens(
+        self, given: GivenCall, decision: Decision, layer: Layer
+    ) -> RealTokens | str | None:
+        """Real tokens of a call whose mask may be padding; None for others, or for a reason that
+        needs no look at it. May wait, as `ReadMasks` says, where a pass may be sparse or measured.
+        """
+        mask = given.key_mask
+        if mask is None or decision.kind is not Kind.SELF:
+            return None
+        if self.layout.ranks > 1:
+            return MASK  # real tokens are not the first of those that were dealt
+        if self.why_dense(given, decision, layer) is not None:
+            return None
+        if self.step.why_dense is not None and not self.step.is_last_dense:
+            return self.step.why_dense
+        return self._masks.real_tokens(mask)
+
+    def _sparse(
+        self,
+        call: Call | str,
+        row: int,
+        dense: DenseOnce,
+        ends: tuple[int, int] | None,
+        held: str | None,
+    ) -> Tensor | str:
+        """Sparse result of a call, or the reason why it is dense. While its heads are not chosen a
+        dense call is measured, which computes its result. ends: numbers of tokens at either end
+        that stay exact, where they are not those of the grid."""
+        assert isinstance(call, Call)
+        if call.q.device != self.device:
+            raise Unsupported(f"tensors on {call.q.device} in a pass on {self.device}")
+        check_inference(*call.qkv)
+        kind, why_dense = self._kind_of(call, ends), self.step.why_dense
+        if self.session.aim is None:
+            if (reason := why_dense or self._slower(kind) or held) is not None:
+                return reason
+            order, settings = self._order_of(kind.shape), None
+        elif kind.heads is None:
+            return why_dense or MEASURING
+        else:
+            found = kind.heads.of_layer(row, kind.times)
+            reason = why_dense or (found if isinstance(found, str) else held)
+            if reason is not None:
+                timed = partial(self._timed, Backend.MEASURING, call)
+                kind.heads.measure(row, call, kind.times, dense.result, timed)
+                return why_dense or kind.heads.refusal(row) or reason
+            assert isinstance(found, HeadSettings)
+            order, settings = kind.heads.order(self.step.number), found
+        with self._timed(Backend.SPARSE, call):
+            out = call.sparse(kind.policy, self.record.stats_of(row), order, settings)
+        with suppress(torch.OutOfMemoryError):  # the result is there
+            self.record.look(row, out)
+            if kind.heads is not None and kind.heads.measures_again:
+                with self._timed(Backend.MEASURING, call):
+                    kind.heads.measure_again(row, call, out)
+        return out
+
+    def _kind_of(self, call: Call, ends: tuple[int, int] | None) -> _Kind:
+        """Kind of a call, found out at the first one like it."""
+        key = call.look, ends
+        kind = self._kinds.get(key)
+        if kind is None:
+            tokens, layout, session = call.query_tokens, self.layout, self.session
+            grid = layout.sequence(tokens) if call.k.shape[2] == tokens else None
+            prefix, suffix = ends or ((grid.prefix, grid.suffix) if grid else (0, 0))
+            policy = replace(self.policy, exact_prefix=prefix, exact_suffix=suffix)
+            shape = Shape(tokens, call.head_count, grid, layout.ranks, call.shares_keys)
+            heads = None
+            if session.aim is not None and not self._may_measure:
+                session.saw(shape, self)
+            elif session.aim is not None:
+                with session.untracked():
+                    heads = session.heads_of(shape, self, make=True)
+                    if heads is not None:
+                        heads.begin_pass(self.step)
+            kind = self._kinds[key] = _Kind(shape, policy, heads, self._times_of(call))
+        return kind
+
+    def _times_of(self, call: Call) -> Times | None:
+        """Seconds of calls like this one by each backend, where they are known or can be."""
+        look = call.look
+        if look not in self._times:
+            with self.session.untracked():
+                times = times_of(call, self.session.exact, self.layout.sequence(call.query_tokens))
+            exact = self.session.exact_dense or not call.by_backend
+            self._times[look] = times and replace(times, exact_dense=exact)
+        return self._times[look]
+
+    def _slower(self, kind: _Kind) -> str | None:
+        """Reason why calls that follow the policy would be slower sparse, or None. What cdf keeps
+        is not known, nor what heads do that have a share each."""
+        topk = kind.policy.topk
+        if kind.times is None or kind.policy.select_by != "topk" or isinstance(topk, Tensor):
+            return None
+        text = (kind.policy.exact_prefix + kind.policy.exact_suffix) / kind.shape.tokens
+        # A share of the tokens, text, attends and is attended to densely.
+        return kind.times.why_slower(text + (1 - text) * min(1.0, text + topk))
+
+    def _order_of(self, shape: Shape) -> TokenOrder | None:
+        """Token order of this step where all heads follow one policy."""
+        if shape.grid is None:
+            return None
+        with self.session.untracked():
+            return self.session.unmeasured_order(
+                shape.grid, shape.ranks, self.step.number, self.device
+            )
+
+    def _eight_bit(self, call: Call, row: int | None) -> Tensor | None:
+        """Result of a dense call of a layer in 8 bits; None where it has to be exact. row: None
+        where its exact call would not be timed."""
+        if call.q.device != self.device or self.session.exact_dense or not call.by_backend:
+            return None
+        times = self._times_of(call)
+        if times is None or not times.is_eight_bit:
+            return None
+        if self.step.number == 0 and row in TIMED_LAYERS and self.record.times(call):
+            return None
+        # Exact attention may need less memory.
+        with (
+            suppress(Unsupported, torch.OutOfMemoryError),
+            self._timed(Backend.EIGHT_BIT, call),
+        ):
+            return self.session.eight_bit_dense.attend(call)
+        return None
+
+    def _exact(self, call: Call, compute: Dense) -> Tensor:
+        """Exact result of a self-attention call, which the report tells the time of."""
+        with self._timed(Backend.EXACT, call):
+            return compute()
+
+    def _timed(self, backend: Backend, call: Call) -> AbstractContextManager[None]:
+        times = self._times.get(call.look)
+        foretold = None if times is None or not call.by_backend else times.exact * call.q.shape[0]
+        return self.record.timed(backend, call, foretold)
+
+    def _hand_on(self, dense: Dense) -> Tensor:
+        """Runs the dense path. Should it lead back here, that inner call goes straight on."""
+        self.handing_on = True
+        try:
+            return dense()
+        finally:
+            self.handing_on = False
+
+
+def unusable_reason(device: torch.device) -> str | None:
+    """Reason why the kernels cannot run on this device, or None when they can."""
+    if not speed_matters():
+        return None
+    capability = capabilities(device)
+    return None if capability.usable else capability.reason
