@@ -12,7 +12,7 @@ from torch import Tensor
 
 import sparge
 from sparge import HeadSettings, Router, SparsePolicy, TokenGrid, TokenOrder
-from sparge.tune import Workload
+from sparge.session.candidates import kept_shares
 
 from .shares import share_of
 
@@ -34,7 +34,7 @@ def ranked_share(order: TokenOrder, density: float) -> float:
     """Share of all key blocks that a query block ranks in where a call keeps `density` of its
     pairs, as nearly as whole steps can. Text, which is exact, is part of what is kept, as in auto
     budget."""
-    kept = Workload(order).density(range(1, order.key_blocks + 1))
+    kept = np.array(kept_shares(order, range(1, order.key_blocks + 1)))
     nearest = kept[np.abs(kept - density).argmin()]
     asked = 1 + int(np.flatnonzero(kept == nearest)[-1])  # makes whole steps in raster order, too
     return share_of(asked, order.key_blocks)

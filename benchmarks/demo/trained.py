@@ -18,7 +18,7 @@ from benchmarks.quality.dit import DENSE_STEPS, STEPS, DenseRun
 from benchmarks.quality.end_to_end import Clips, clip_psnr, in_library
 from benchmarks.quality.modes import BY_NAME
 from benchmarks.tiny_video_dit.curriculum import FULL_GRID
-from sparge.tune import Aim
+from sparge.session import Aim
 
 GPU_SIZE = FULL_GRID
 CPU_SIZE = (9, 16, 14)  # 2,016 tokens: not two minutes of one core, most of it our reference

@@ -32,7 +32,7 @@ from benchmarks.quality.study import Study
 from benchmarks.quality_data.weights import WeightsMissingError
 from benchmarks.timing import commit
 from benchmarks.tiny_video_dit.curriculum import FULL_GRID
-from sparge.tune import BLOCKS_A_CALL
+from sparge.session.heads import BLOCKS
 
 DENSITIES = (0.05, 0.1, 0.2, 0.3, 0.5)
 
@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--measured-blocks",
         type=int,
-        default=2 * BLOCKS_A_CALL,
+        default=BLOCKS,
         help="and to measure; by default as many as a run with cond and uncond samples",
     )
     parser.add_argument("--clips", type=int, default=2, help="whole clips to sample, dit")

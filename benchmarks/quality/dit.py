@@ -23,7 +23,7 @@ from sparge.order.grid import TokenGrid
 
 STEPS = 20
 DENSE_STEPS = 4  # 20 %
-MEASURED_STEP = DENSE_STEPS - 1  # as in sparge/tune/schedule.py
+MEASURED_STEP = DENSE_STEPS - 1  # as in sparge/session/heads.py
 TRAIN = "python -m benchmarks.tiny_video_dit.train --out DIR --seconds 900"
 
 

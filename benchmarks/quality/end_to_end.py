@@ -17,7 +17,7 @@ from benchmarks.quality.rows import AUTO_QUALITY, Row
 from benchmarks.quality.steps import Budgets, SameBudgets, SparseSteps, TunedHeads
 from benchmarks.tiny_video_dit.model import Attention
 from sparge.head_settings import HeadSettings
-from sparge.tune import Aim
+from sparge.session import Aim
 
 
 class Clips:
@@ -52,12 +52,14 @@ class Clips:
         figures = {"density": mean(densities), "psnr": mean(found), "worst_psnr": min(found)}
         return figures | judged
 
-    def budgets_for(self, index: int, mode: Mode, aim: Aim, *, judged: bool = False) -> Budgets:
-        """Head settings for one of the clips and an aim; judged: as in `TunedHeads`."""
+    def budgets_for(
+        self, index: int, mode: Mode, aim: Aim, *, judged: bool = False, draw: int = 0
+    ) -> Budgets:
+        """Head settings for one of the clips and an aim; judged, draw: as in `TunedHeads`."""
         run = self.runs[index]
         if mode.measured:
-            return TunedHeads(run, aim, judged=judged)
-        assert aim.target is None  # heads that are not measured have a density alone
+            return TunedHeads(run, aim, judged=judged, draw=draw)
+        assert aim.kind == "budget"  # heads that are not measured have a density alone
         head_settings = HeadSettings.uniform(run.model.config.heads, aim.value).on(run.begun.device)
         return SameBudgets(run, mode, head_settings)
 

@@ -12,12 +12,16 @@ import torch
 from benchmarks.quality.judge import Call
 from sparge.head_settings import HeadSettings
 from sparge.order.grid import grid_order
-from sparge.tune import Measurement, Workload, measure_for
+from sparge.policy import SparsePolicy
+from sparge.session.candidates import Candidates
+from sparge.session.choose import Curves
+from sparge.session.measure import MeasuredCall, Sums, measure, spread_places
 
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    measurement: Measurement
+    candidates: Candidates
+    sums: Sums
     seen: Mapping[int, set[int]]
     """Query blocks by place of the layer."""
 
@@ -28,34 +32,27 @@ class Measured:
         Raises:
             ValueError: there is no call of some layer.
         """
-        measurement: Measurement | None = None
+        candidates, sums = None, Sums()
         seen: dict[int, set[int]] = defaultdict(set)
         for call in calls:
             q, k, v = call.layer.q, call.layer.k, call.layer.v
-            if measurement is None:
-                measurement = Measurement.begin(
-                    layers=layers,
-                    heads=call.heads,
-                    workload=Workload(grid_order(call.layer.grid)),
-                    blocks_a_call=blocks_a_call,
-                    measure=measure_for(q.device),
-                    device=q.device,
-                )
-            seen[call.place].update(measurement.next_query_blocks(call.place))
-            measurement.add(call.place, q, k, v)
-        if measurement is None or len(seen) != layers:
+            order, place = grid_order(call.layer.grid).on(q.device), call.place
+            candidates = candidates or Candidates.of(grid_order(call.layer.grid), q.device)
+            usable = (~grid_order(call.layer.grid).queries_exact).nonzero().flatten().tolist()
+            places = spread_places(len(usable), len(seen[place]) + place, blocks_a_call)
+            blocks = [usable[each] for each in places]
+            asked = MeasuredCall(q, k, v, q.shape[-1] ** -0.5, order, candidates, blocks)
+            sums.add(place, measure(asked), len(blocks))
+            seen[place].update(blocks)
+        if candidates is None or len(seen) != layers:
             raise ValueError(f"The measurement saw {len(seen)} layers; {layers} are judged.")
-        return cls(measurement, seen)
+        return cls(candidates, sums, seen)
 
     def budgets(
         self, mean_density: float, device: torch.device | str = "cpu"
     ) -> list[HeadSettings]:
-        """Head settings of each layer, by place; all of them were measured."""
-        settings = self.measurement.error_table().choose(mean_density=mean_density)
-        measured = [
-            head_settings
-            for head_settings in settings.of_layers(device)
-            if head_settings is not None
-        ]
-        assert len(measured) == settings.layers
-        return measured
+        """Head settings of each layer, by place."""
+        curves = Curves.of(self.sums, self.candidates)
+        settings = curves.settings(curves.chosen([mean_density]))
+        of_step = settings.of_step(0, SparsePolicy(), self.candidates.orders)
+        return [of_step.of_layer(layer).on(device) for layer in range(len(self.seen))]

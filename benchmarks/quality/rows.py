@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.timing import ROOT
-from sparge.sampling import QUALITIES
+from sparge.session import QUALITIES
 
 RESULTS = ROOT / "benchmarks" / "results" / "quality.json"
 KEY = ("data", "mode", "where", "asked_density", "target")  # a row has one of the last two

@@ -13,7 +13,7 @@ from benchmarks.shares import share_of
 from sparge.blocks import KEY_BLOCK, block_count, whole_steps
 from sparge.head_settings import HeadSettings
 from sparge.order.grid import TokenOrder
-from sparge.tune import Aim, Call, DenseOnce, Model, Plan, Session, SessionPass
+from sparge.session import Aim, Call, Pass, Session, TokenLayout
 
 SPARSE_STEPS = STEPS - DENSE_STEPS
 
@@ -41,9 +41,12 @@ class SameBudgets:
 class TunedHeads:
     """Heads that a session measures in the last dense step, with the calls recorded of it."""
 
-    def __init__(self, run: DenseRun, aim: Aim, *, judged: bool = False) -> None:
-        """judged: compare every call with exact attention, of no use to a timed run."""
-        self._run, self._aim, self._judged = run, aim, judged
+    def __init__(
+        self, run: DenseRun, aim: Aim, *, judged: bool = False, draw: int = 0
+    ) -> None:
+        """judged: compare every call with exact attention, of no use to a timed run. draw: of the
+        query blocks that are measured."""
+        self._run, self._aim, self._judged, self._draw = run, aim, judged, draw
         self.found: list[Tensor] = []
         """(heads,) float64 of each call of the last run where judged: its relative L2 error."""
         self.expected: list[Tensor] = []
@@ -62,44 +65,44 @@ class TunedHeads:
         self._running = self._begin(DENSE_STEPS + step)
 
     def _measure(self) -> None:
-        self._session = Session(
-            self._aim, steps=STEPS, dense_steps=DENSE_STEPS, even_if_slower=True
+        self._session = Session.of(
+            self._aim, steps=STEPS, dense_steps=DENSE_STEPS, even_if_slower=True, draw=self._draw
         )
         for judged in self._judgement():
             judged.clear()
-        self._begin(MEASURED_STEP - 1).end()  # which tells how many conditionings there are
-        measured = self._begin(MEASURED_STEP)
-        for call in self._run.measured_calls:
-            measured.attend(call.place, call.layer.q, call.layer.k, call.layer.v)
-        measured.end()
+        for step in (MEASURED_STEP - 1, MEASURED_STEP):  # the first tells how many prompts there are
+            measured = self._begin(step)
+            for call in self._run.measured_calls:
+                measured.attend(call.place, call.layer.q, call.layer.k, call.layer.v)
+            measured.end()
 
-    def _begin(self, step: int) -> SessionPass:
-        config = self._run.model.config
-        model = Model(len(self._run.model.blocks), self._run.grid, config.heads)
-        return self._session.begin_step(step, model, self._run.begun.device)
+    def _begin(self, step: int) -> Pass:
+        model = self._run.model
+        layout = TokenLayout.of(len(model.blocks), self._run.grid, model.config.heads)
+        return self._session.begin_step(step, layout, self._run.begun.device)
 
     def of_call(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor
     ) -> tuple[TokenOrder | None, HeadSettings]:
-        call = Call(q, k, v)
-        plan = self._running.plan(call, layer, DenseOnce(call.exact))
-        if isinstance(plan, str):
-            raise RuntimeError(f"Layer {layer} is not sparse: {plan}.")
-        assert plan.head_settings is not None
-        self._plan = plan
-        return plan.order, plan.head_settings
+        heads = self._running._kind_of(Call(q, k, v), None).heads
+        assert heads is not None
+        head_settings = heads.of_layer(layer, None)
+        if isinstance(head_settings, str):
+            raise RuntimeError(f"Layer {layer} is not sparse: {head_settings}.")
+        self._heads, self._head_settings = heads, head_settings
+        return heads.order(self._running.step.number), head_settings
 
     def see(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         """Takes the result of the call that `of_call` was asked for last."""
-        plan: Plan = self._plan
-        self._running.measure_again(plan, layer, Call(q, k, v))
+        if self._heads.measures_again:
+            self._heads.measure_again(layer, Call(q, k, v), out)
         if self._judged:
-            assert plan.table is not None and plan.head_settings is not None
+            settings, step, places = self._heads.given[-1]
             exact = torch.nn.functional.scaled_dot_product_attention(q, k, v).double()
             self.found.append(_relative(out, exact))
-            self.expected.append(plan.table.now.error[layer].double())
-            self.dropped.append(_relative(_drop(q, k, v, plan.head_settings), exact))
-            self.head_weight.append(plan.table.now.head_weight[layer].double())
+            self.expected.append(settings.error[step, places[layer]].double().cpu())
+            self.dropped.append(_relative(_drop(q, k, v, self._head_settings), exact))
+            self.head_weight.append(settings.weight[places[layer]].double().cpu())
 
     def _judgement(self) -> tuple[list[Tensor], ...]:
         """Tensors in the order of `JudgedHeads`."""

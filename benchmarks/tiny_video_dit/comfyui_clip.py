@@ -44,7 +44,7 @@ from benchmarks.tiny_video_dit.sample import scenes_to_sample, starting_noise
 from benchmarks.tiny_video_dit.scenes import context
 from sparge.order.grid import TokenGrid
 from sparge.policy import PV_FILTER_OFF
-from sparge.tune.ways import REFERENCE_VARIABLE
+from sparge.session.timing import REFERENCE_VARIABLE
 
 #: Widget `mode` of the node; drop is not a mode of the node.
 NODE_MODES = {"drop": None, "ours manual": "manual", "ours auto": "auto budget"}

@@ -54,8 +54,8 @@ class Candidates:
         while (density := density * RATIO) < 1:
             between.append(density)
         ranks, fine = _ranks(MEASURED, blocks), _ranks([*between, 1.0], blocks)
-        rank_of = dict(zip(_shares(order, fine), fine, strict=True))
-        known = torch.tensor(_shares(order, ranks), dtype=torch.float64)
+        rank_of = dict(zip(kept_shares(order, fine), fine, strict=True))
+        known = torch.tensor(kept_shares(order, ranks), dtype=torch.float64)
         kept = torch.tensor(sorted(rank_of), dtype=torch.float64)
         below = (torch.searchsorted(known, kept, right=True) - 1).clamp(max=len(known) - 2)
         gap = known[below + 1] - known[below]
@@ -109,7 +109,7 @@ def _asking(rank: int, blocks: int) -> float:
     return min(1.0, (rank + 0.5) / blocks)
 
 
-def _shares(order: TokenOrder, ranks: Sequence[int]) -> list[float]:
+def kept_shares(order: TokenOrder, ranks: Sequence[int]) -> list[float]:
     """Shares of pairs that query blocks keep which ask for so many ranked blocks, in `whole_steps`.
     Where a query block's ranked blocks differ in size each counts as their mean."""
     pairs = torch.outer(order.query_counts().cpu().double(), order.block_counts.cpu().double())

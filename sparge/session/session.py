@@ -106,6 +106,8 @@ class Session:
         self.exact, self.words, self.untracked = exact, words, untracked
         self.counts, self.failures = Counts(), Failures()
         self.exact_dense = settings.exact_dense or self.aim is None
+        self.even_if_slower = False
+        """Whether nothing is timed, and no call is dense for being slower."""
         self.eight_bit_dense = EightBitDense()
         self._notes: dict[str, None] = {}
         # Not a method: whoever holds it holds no run, whose heads would stay on their devices until
@@ -134,6 +136,7 @@ class Session:
         dense_steps: int = 1,
         policy: SparsePolicy | None = None,
         exact_dense: bool = False,
+        even_if_slower: bool = False,
         draw: int = 0,
     ) -> Session:
         """Session of a loop over sampling steps (`begin_step`).
@@ -145,6 +148,8 @@ class Session:
             dense_steps: number of dense steps before the sparse ones; with 0 the first step is
                 dense all the same, and measured.
             exact_dense: dense calls are exact also where 8 bits are faster.
+            even_if_slower: calls are sparse, and measured, also where dense ones would be faster.
+            draw: as of the constructor.
         """
         if aim is not None:
             check_kind("aim", aim, Aim, 'one such as Aim("budget", 0.5)')
@@ -152,6 +157,7 @@ class Session:
             Settings(mode=MANUAL, min_tokens=0, exact_dense=exact_dense), aim=aim, draw=draw
         )
         session.asked = policy or SparsePolicy()
+        session.even_if_slower = even_if_slower
         session._dense_steps = whole_number("dense_steps", dense_steps, 0)
         if steps is not None:
             session._sparse_steps = max(0, whole_number("steps", steps, 0) - dense_steps)
@@ -618,6 +624,8 @@ class Pass:
     def _times_of(self, call: Call) -> Times | None:
         """Seconds of calls like this one by each backend, where they are known or can be."""
         look = call.look
+        if self.session.even_if_slower:
+            return None
         if look not in self._times:
             with self.session.untracked():
                 times = times_of(call, self.session.exact, self.layout.sequence(call.query_tokens))

@@ -13,7 +13,7 @@ import torch
 from benchmarks.quality.dit import DenseRun, load_dit, sample_dense
 from benchmarks.quality.end_to_end import Clips, clip_psnr, in_library
 from benchmarks.quality.modes import BY_NAME, Mode
-from sparge.tune import Aim
+from sparge.session import Aim
 
 AUTO, DROP = BY_NAME["ours auto"], BY_NAME["drop"]
 
@@ -41,18 +41,20 @@ class GateClips:
         model = load_dit(weights, device)
         self._runs = [sample_dense(model, size, seed) for seed in seeds]
 
-    def auto(self, aim: Aim) -> Found:
-        """Heads are measured anew in each clip, as the node does it in each run."""
-        return self._mean([self._sampled(run, AUTO, aim) for run in self._runs])
+    def auto(self, aim: Aim, draws: int) -> Found:
+        """Heads are measured anew in each clip, as the node does it in each run, and in each draw
+        of query blocks."""
+        found = [self._sampled(run, AUTO, aim, n) for run in self._runs for n in range(draws)]
+        return self._mean(found)
 
     def drop(self, density: float) -> Found:
         """SpargeAttn's own rule: a top-k of block means in every head, and the rest is gone."""
         aim = Aim("budget", density)
         return self._mean([self._sampled(run, DROP, aim) for run in self._runs])
 
-    def _sampled(self, run: DenseRun, mode: Mode, aim: Aim) -> Found:
+    def _sampled(self, run: DenseRun, mode: Mode, aim: Aim, draw: int = 0) -> Found:
         clips = Clips([run])
-        attention, density = in_library(run, mode, clips.budgets_for(0, mode, aim))
+        attention, density = in_library(run, mode, clips.budgets_for(0, mode, aim, draw=draw))
         return Found(clip_psnr(run.finished(attention), run.clip), density())
 
     @staticmethod

@@ -3,56 +3,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
+import torch
+from torch import Tensor
 
 from sparge.head_settings import Router
+from sparge.order.grid import TokenGrid, TokenOrder, cube_order
+from sparge.order.grid import _order_of_kinds as order_of_kinds
 from sparge.order.variants import OrderKind
-from sparge.tune import CandidateSet, Measurement, StepSettings, error_table, head_table
+from sparge.session import candidates, choose, heads, measure, measure_kernels
 
 Off = Callable[[], AbstractContextManager[Any]]
 
-MEASURED_BY = Measurement.begin.__func__  # type: ignore[attr-defined]
+
+def _alike(norms: Tensor, known: Tensor) -> Tensor:
+    """Head weights that are all the same."""
+    return known[:, None].expand_as(norms).to(norms.dtype)
 
 
-def _measured_with(**given: object) -> AbstractContextManager[Any]:
-    """Every measurement of heads begins with these arguments."""
+def _pooled_are_dear() -> AbstractContextManager[Any]:
+    costs = candidates.Candidates.costs
 
-    def begin(cls: type[Measurement], **own: object) -> Measurement:
-        return MEASURED_BY(cls, **own | given)
+    def dear(self: candidates.Candidates) -> Tensor:
+        own = costs(self)
+        return torch.stack([own[0], torch.full_like(own[1], 1e9)])
 
-    return patch.object(Measurement, "begin", classmethod(begin))
-
-
-def _orders(first: int, end: int) -> Off:
-    return lambda: _measured_with(order_kinds=range(first, end))
+    return patch.object(candidates.Candidates, "costs", dear)
 
 
-def _candidates(**fields: Any) -> Off:
-    return lambda: _measured_with(candidates=CandidateSet(**fields))
+def _rows_alone(grid: TokenGrid, variant: int = 0) -> TokenOrder:
+    return order_of_kinds(grid, (OrderKind.ROWS,), variant)
 
 
-def _never_measured_again() -> AbstractContextManager[Any]:
-    begin = StepSettings.__init__
+@contextmanager
+def _ranked_by_mass() -> Iterator[None]:
+    by_mass, scores = SimpleNamespace(ERROR=Router.MASS), measure.log_scores
 
-    def without(self: StepSettings, *given: Any, **own: Any) -> None:
-        begin(self, *given, **own | {"again": 0})
+    def of_mass(*given: Any) -> tuple[Tensor, Tensor]:
+        mass, _ = scores(*given)
+        return mass, mass
 
-    return patch.object(StepSettings, "__init__", without)
+    with ExitStack() as stack:
+        for module in (choose, measure_kernels):
+            stack.enter_context(patch.object(module, "Router", by_mass))
+        stack.enter_context(patch.object(measure, "log_scores", of_mass))
+        yield
 
 
 #: Name of a mechanism -> what switches it off, for as long as the context lasts.
 MECHANISMS: dict[str, Off] = {
-    "output scale": _candidates(output_scales=(1.0, 1.0)),
-    "head weights": lambda: patch.object(error_table, "head_weight", np.ones_like),
-    "pooled keys": _candidates(pool_weights=(0.0,)),
-    "order variants": lambda: patch.object(head_table, "VARIANTS", 1),
-    "cubes": _orders(OrderKind.ROWS, OrderKind.ROWS + 1),
-    "rows": _orders(OrderKind.CUBES, OrderKind.CUBES + 1),
-    "measuring again": _never_measured_again,
-    "error routing": _candidates(router=Router.MASS),
+    "output scale": lambda: patch.object(choose, "SCALES", (1.0, 1.0)),
+    "head weights": lambda: patch.object(choose, "_head_weight", _alike),
+    "pooled keys": _pooled_are_dear,
+    "order variants": lambda: patch.object(heads, "VARIANTS", 1),
+    "cubes": lambda: patch.object(heads, "grid_order", _rows_alone),
+    "rows": lambda: patch.object(heads, "grid_order", cube_order),
+    "measuring again": lambda: patch.object(heads, "AGAIN", 0),
+    "error routing": _ranked_by_mass,
 }
