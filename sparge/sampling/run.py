@@ -16,7 +16,7 @@ from ..speed import Backend, known_table, speed_table
 from ..speed.self_test import WrongKernels
 from ..tune import Session, SigmaWindow, Tally
 from ..tune.records import Untracked
-from ..tune.report import NOT_FINITE
+from ..tune.report import NAN_IN_SPARSE
 from ..tune.ways import SpeedOf, speed_matters
 from .layout import TokenLayout
 from .result import RunResult
@@ -120,7 +120,7 @@ class Run:
         """Result of the run when it is over. Waits for the GPU."""
         report = self.session.report()
         ended = self._ended or time.perf_counter()
-        notes = [NOT_FINITE.format(what=report.not_finite)] if report.not_finite else []
+        notes = [NAN_IN_SPARSE] if report.has_nan else []
         return RunResult(
             self.tally,
             report,

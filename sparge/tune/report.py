@@ -18,9 +18,9 @@ from .head_weights import mean_error
 from .measured_shape import MeasuredShape
 from .records import Densities, RunTime
 
-#: Remark on sparse calls whose results are no numbers.
-NOT_FINITE = (
-    "{what} in the results of sparse calls: see whether it stays when all calls are dense, as the "
+#: Remark on results that are no numbers.
+NAN_IN_SPARSE = (
+    "NaN in the results of sparse calls: see whether it stays when all calls are dense, as the "
     "model may give it by itself"
 )
 BLOCKS_OF = {OrderKind.CUBES: "cubes", OrderKind.ROWS: "rows"}
@@ -37,8 +37,8 @@ class Report:
     reasons: Mapping[str, int]
     """Number of dense calls by the reason why they were not sparse, the most frequent first."""
     time: RunTime
-    not_finite: str = ""
-    """What stood in results of sparse calls that is no number, "NaN" or "inf"."""
+    has_nan: bool = False
+    """Whether some result of a sparse call held NaN, which an infinity makes, too."""
 
     @cached_property
     def layers(self) -> Tensor:
@@ -82,8 +82,8 @@ class Report:
             f"{found.overall:.1%} of attention was computed; sparse calls kept "
             f"{found.of_sparse_calls:.1%} of their pairs{wanted}."
         ]
-        if self.not_finite:
-            lines.append(NOT_FINITE.format(what=self.not_finite) + ".")
+        if self.has_nan:
+            lines.append(f"{NAN_IN_SPARSE}.")
         for reason, count in self.reasons.items():
             lines.append(f"{count} calls were dense: {reason.rstrip('.')}.")
         return "\n".join(lines)

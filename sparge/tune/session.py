@@ -165,10 +165,9 @@ class Session:
         passes = [(begun.record.step, begun.record.spans) for begun in self._passes]
         time = RunTime.of(passes)
         shapes = tuple(MeasuredShape.of(table) for table in self.chosen)
-        looked = (begun.record.finite.not_finite() for begun in self._passes)
-        found = [what for of_pass in looked for what in of_pass.values()]
+        has_nan = any(begun.record.finite.not_finite() for begun in self._passes)
         counted = dict(reasons.most_common())
-        return Report(self.aim, densities, shapes, counted, time, min(found, default=""))
+        return Report(self.aim, densities, shapes, counted, time, has_nan)
 
     def end(self) -> None:
         """Gives back what outlives the run on the devices."""

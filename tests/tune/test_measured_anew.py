@@ -48,6 +48,23 @@ def test_what_is_not_finite_is_not_taken_for_measured(qkv, bad: list[int]) -> No
     assert found.error_table().choose(mean_density=0.5).measured.all()
 
 
+@pytest.mark.parametrize("one_order", [False, True])
+def test_layers_that_were_not_expected_are_measured_as_the_others(qkv, one_order: bool) -> None:
+    tables = []
+    for expected in (1, 6):
+        measurement = begin(layers=expected, blocks_a_call=1)
+        if one_order:
+            measurement.measure_one_order()
+        for layer in (0, 1, 5, 1):
+            measurement.add(layer, *qkv)
+        assert len(set(measurement.order_kinds)) == 1
+        tables.append(measurement.error_table().choose(mean_density=0.5))
+    few, enough = tables
+    assert few.measured.nonzero().flatten().tolist() == [0, 1, 5]
+    for name in ("density", "pool_weight", "output_scale", "order_kind", "error", "head_weight"):
+        assert torch.equal(getattr(few, name)[:6], getattr(enough, name)), name
+
+
 def test_some_groups_of_layers_may_hold_nothing_measured(qkv) -> None:
     measurement = begin(layers=2 * LAYERS_AT_ONCE + 1)
     measurement.add(LAYERS_AT_ONCE, *qkv)
