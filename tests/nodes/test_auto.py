@@ -7,6 +7,7 @@ import gc
 import itertools
 import weakref
 from collections import Counter
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -106,6 +107,26 @@ def test_calls_for_one_head_at_a_time(sampled, generator, mode, start):
     by_step = got.last.report.by_step
     assert by_step.shape == (a_pass, passes) and not by_step.isnan().any()
     assert (by_step[:, 0] < 1).all() == (dense == 0)
+
+
+@pytest.mark.parametrize(("chunks", "untracked"), [(1, 1), (HEADS, 2)])
+def test_what_other_calls_do_without_is_allocated_untracked(
+    load_pack, sampled, generator, monkeypatch, chunks, untracked
+):
+    """A look at a result, and counters of rows that nobody expected."""
+    entered, clip = [], torch.randn(1, TOKENS, HEADS * 64, generator=generator)
+
+    def context():
+        entered.append(1)
+        return nullcontext()
+
+    def step(attend):
+        for part in BLOCKS * clip.chunk(chunks, 2):
+            attend(part, part, part, HEADS // chunks)
+
+    monkeypatch.setattr(load_pack("nodes.run_state"), "untracked_allocations", context)
+    got = sampled(step, [0.5])
+    assert got.tally.sparse == BLOCKS * chunks and len(entered) == untracked
 
 
 @pytest.mark.parametrize(("batch", "prompts"), [([0, 0], 1), ([1, 0, 0], 2)])
