@@ -129,7 +129,7 @@ class ServedPass:
         if reason == CROSS_ATTENTION:
             self.run.tally.add_cross()
             return result
-        of_layer = decision.kind is not Kind.CROSS and not layer.beside
+        of_layer = decision.is_of_clip and not layer.beside
         self.begun.record.add_dense(layer.row if of_layer else None, given.facts.pairs)
         self.run.tally.add_dense(reason, decision.tokens, once.by_eight_bit)
         return result
