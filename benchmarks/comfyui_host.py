@@ -27,7 +27,7 @@ from benchmarks.timing import ROOT
 
 GIB = 2**30
 REPORT = re.compile(
-    r"\[Sparge\].*?(\d+) sparse and (\d+) dense self-attention calls, density ([\d.]+) %"
+    r"\[Sparge\].*?(\d+) sparse and (\d+) dense self-attention calls,.*?sparse calls ([\d.]+) %"
 )
 NOTHING = "NOTHING WAS SPARSE"
 #: Beginnings of ComfyUI's lines that say that it did not do what it was asked to.

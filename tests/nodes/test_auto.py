@@ -7,6 +7,8 @@ import gc
 import itertools
 import weakref
 from collections import Counter
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -80,6 +82,51 @@ def test_what_outlives_a_call_is_made_between_calls(load_pack, sampled, step, mo
         ("begin", False): 1 + len(DENSE_THEN_SPARSE),  # a measurement, a record a pass
         ("_make_table", False): 1,  # of all layers, as all steps are alike
     }
+
+
+@pytest.mark.parametrize("start", [0.0, 0.2])
+@pytest.mark.parametrize("mode", ["manual", "auto quality", "auto budget"])
+def test_calls_for_one_head_at_a_time(sampled, generator, mode, start):
+    """As many as a layer has heads, of a model that publishes no layer; text is among its
+    tokens."""
+    text, heads, layers = 24, 6, 2
+    clip = torch.randn(1, text + TOKENS, 64, generator=generator)
+    blocks = [SimpleNamespace(attn=SimpleNamespace(heads=heads))] * layers
+
+    def step(attend):
+        for _ in range(layers * heads):
+            attend(clip, clip, clip, 1)
+
+    got = sampled(
+        step, DENSE_THEN_SPARSE, network("MiniMaxH3Model", blocks=blocks),
+        context=torch.zeros(1, text, 8), mode=mode, topk=0.7, start_percent=start,
+    )  # fmt: skip
+    a_pass, passes = layers * heads, len(DENSE_THEN_SPARSE)
+    dense = (2 if start else 1 if mode != "manual" else 0) * a_pass
+    assert (got.tally.sparse, got.tally.dense) == (passes * a_pass - dense, dense)
+    by_step = got.last.report.by_step
+    assert by_step.shape == (a_pass, passes) and not by_step.isnan().any()
+    assert (by_step[:, 0] < 1).all() == (dense == 0)
+
+
+@pytest.mark.parametrize(("chunks", "untracked"), [(1, 1), (HEADS, 2)])
+def test_what_other_calls_do_without_is_allocated_untracked(
+    load_pack, sampled, generator, monkeypatch, chunks, untracked
+):
+    """A look at a result, and counters of rows that nobody expected."""
+    entered, clip = [], torch.randn(1, TOKENS, HEADS * 64, generator=generator)
+
+    def context():
+        entered.append(1)
+        return nullcontext()
+
+    def step(attend):
+        for part in BLOCKS * clip.chunk(chunks, 2):
+            attend(part, part, part, HEADS // chunks)
+
+    monkeypatch.setattr(load_pack("nodes.run_state"), "untracked_allocations", context)
+    got = sampled(step, [0.5])
+    assert got.tally.sparse == BLOCKS * chunks and len(entered) == untracked
 
 
 @pytest.mark.parametrize(("batch", "prompts"), [([0, 0], 1), ([1, 0, 0], 2)])

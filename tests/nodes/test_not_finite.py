@@ -142,3 +142,5 @@ def test_one_result_a_pass_is_looked_at(load_pack, told, monkeypatch):
     assert looked == [LAST] * 3
     told(nothing, mode="manual", dense_blocks="-1")
     assert looked[3:] == [LAST - 1] * 2, "the first sparse pass shows which is sparse"
+    told(nothing, mode="manual", start_percent=0.0)
+    assert looked[5:] == [0, *4 * [LAST]], "nothing shows before it which is the last"

@@ -44,10 +44,10 @@ def run(sampled, qkv, asked):
     """run(mask, sigmas, ...): a run of calls with that mask, and the error of each result. Its
     asked: tokens of each call of the library, and of the segments of its order."""
 
-    def of(mask, sigmas=(0.5,), model=None, step=None, **widgets):
+    def of(mask, sigmas=(0.5,), model=None, step=None, batch=(0,), **widgets):
         got = sampled(
             step or (lambda attend: attend(*qkv, HEADS, mask=mask, **FLAGS)), sigmas,
-            model or hunyuan(), context=torch.zeros(1, TEXT, 8), conditionings=([0],),
+            model or hunyuan(), context=torch.zeros(1, TEXT, 8), conditionings=(list(batch),),
             **{"min_tokens": 64, "topk": 1.0} | widgets,
         )  # fmt: skip
         got.asked = [
@@ -91,6 +91,13 @@ def test_other_padding(run, qkv, mask, model, wanted):
     got = run(mask, model=model)
     assert got.tally.sparse == 1 and got.asked == [wanted]
     assert relative_error(got.given[0], masked(qkv, mask)) < EIGHT_BIT
+
+
+def test_one_mask_for_the_prompts_of_a_batch(run, qkv):
+    got = run(padding()[None], batch=(1, 0))
+    assert got.tally.sparse == 1 and got.asked == [(REAL + GRID, [REAL, GRID])]
+    expected = torch.cat([masked(qkv, padding())] * 2)
+    assert relative_error(got.given[0], expected) < EIGHT_BIT
 
 
 def test_auto_modes_measure_the_real_tokens(run, qkv):

@@ -83,3 +83,34 @@ def test_sound_counts_but_is_no_layer_of_the_picture(sampled, generator, share):
     assert report.layers.tolist() == list(range(BLOCKS))
     computed = found.of_sparse_calls * TOKENS**2 + SOUND**2
     assert share(got) == pytest.approx(100 * computed / (TOKENS**2 + SOUND**2), abs=0.05)
+
+
+def test_sound_that_nobody_knows_of_is_no_layer_of_the_picture(sampled, generator):
+    """Wan HuMo's, in a block that says its number."""
+    clip, sound = (torch.randn(1, n, HEADS * 64, generator=generator) for n in (TOKENS, 16))
+
+    def step(attend):
+        for block in range(BLOCKS):
+            attend.options["block_index"] = block
+            attend(clip, clip, clip, HEADS)
+            attend(clip, sound, sound, HEADS)
+
+    got = sampled(step, [0.5])
+    assert got.tally.reasons == {f"fewer than min_tokens ({TOKENS}) tokens": BLOCKS}
+    assert got.last.report.layers.tolist() == list(range(BLOCKS))
+
+
+def test_guides_count_but_are_no_layer_of_the_picture(sampled, generator):
+    """LTXV calls for them apart from the clip, with a mask."""
+    clip = torch.randn(1, TOKENS, HEADS * 64, generator=generator)
+    parts = clip.split((192, 64), 1)
+    model = network("LTXBaseModel", num_attention_heads=HEADS, transformer_blocks=range(BLOCKS))
+
+    def step(attend):
+        for part in BLOCKS * parts:
+            attend(part, clip, clip, HEADS, mask=torch.zeros(1, 1, part.shape[1], TOKENS))
+
+    got = sampled(step, [0.5], model, (4, 8, 8))
+    assert got.tally.reasons == {"attention mask": 2 * BLOCKS}
+    assert got.last.report.by_step.numel() == 0 and got.last.report.densities.overall == 1
+    assert "Density by step, %: 100" in got.details

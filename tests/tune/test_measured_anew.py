@@ -6,8 +6,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from sparge.order.grid import grid_order
+from sparge.tune import Workload
 from sparge.tune.fetched_sums import LAYERS_AT_ONCE
-from tests.tune.begun import begin
+from tests.tune.begun import GRID, begin
 
 
 def test_at_other_query_blocks_it_takes_the_rest_from_the_first(qkv) -> None:
@@ -46,6 +48,26 @@ def test_what_is_not_finite_is_not_taken_for_measured(qkv, bad: list[int]) -> No
         for layer in range(2):
             assert torch.equal(mine[layer], other[layer] if layer in bad else before[layer])
     assert found.error_table().choose(mean_density=0.5).measured.all()
+
+
+@pytest.mark.parametrize("one_order", [False, True])
+def test_layers_that_were_not_expected_are_measured_as_the_others(qkv, one_order: bool) -> None:
+    q, k, v = qkv
+    shared = q.shape[1] // k.shape[1]
+    whole, tables = (q, *(x.repeat_interleave(shared, 1) for x in (k, v))), []
+    for expected in (1, 6):
+        workload = Workload(grid_order(GRID))
+        measurement = begin(layers=expected, blocks_a_call=1, workload=workload)
+        if one_order:
+            measurement.measure_one_order()
+        for layer in (0, 1, 5, 1):
+            measurement.add(layer, *whole)
+        assert set(measurement.order_kinds) == {range(1 if one_order else 2)}
+        tables.append(measurement.error_table().choose(mean_density=0.5))
+    few, enough = tables
+    assert few.measured.nonzero().flatten().tolist() == [0, 1, 5]
+    for name in ("density", "pool_weight", "output_scale", "order_kind", "error", "head_weight"):
+        assert torch.equal(getattr(few, name)[:6], getattr(enough, name)), name
 
 
 def test_some_groups_of_layers_may_hold_nothing_measured(qkv) -> None:
