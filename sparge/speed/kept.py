@@ -19,7 +19,7 @@ from ..common.whole_file import write_whole
 from ..errors import Unsupported
 from ..kernels.device import capabilities
 from ..kernels.driver import driver_version
-from ..kernels.folder import cache_folder, distrust, make_folder, read_file
+from ..kernels.folder import cache_folder, distrust, make_folder, read_file, why_none
 from ..kernels.source import read_sources
 from ..kernels.store import entry_stem
 from ..kernels.warmup import eight_bit_specs
@@ -152,14 +152,14 @@ def _read_file(path: Path) -> SpeedTable | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        logger.warning("Speed table %s is damaged and is measured anew: %s", path.name, error)
+        logger.warning("Speed table %s is not used, and is measured anew: %s", path.name, error)
         return None
     return table
 
 
 def _keep(table: SpeedTable) -> None:
     path = path_of(dict(table.facts))
-    why = "this user has no cache folder"
+    why = why_none()
     if path is not None:
         try:
             make_folder(path.parent)
