@@ -12,6 +12,7 @@ from torch import Tensor
 
 import sparge
 from sparge import AttentionStats, SparsePolicy, compat
+from sparge.common.metrics import rel_l2
 from sparge.compat.mask import read_block_mask
 from sparge.compat.utils import get_block_map_meansim, get_block_map_meansim_fuse_quant
 
@@ -21,12 +22,12 @@ by_mass: Any = compat.spas_sage2_attn_meansim_cuda
 block_sparse: Any = compat.block_sparse_sage2_attn_cuda
 
 # Parameters and defaults in order, from upstream's README and core.py; upstream's default of
-# output_dtype, torch.float16, never had an effect.
+# output_dtype, torch.float16, never had an effect, and return_lse is in a branch of theirs.
 HEAD = {"dropout_p": 0.0, "scale": None, "smooth_k": True}
 MEANSIM = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None, "smooth_k": True}
 TAIL = {
     "pvthreshd": 50, "attention_sink": False, "tensor_layout": "HND", "output_dtype": None,
-    "return_sparsity": False,
+    "return_sparsity": False, "return_lse": False,
 }  # fmt: skip
 SIGNATURES = [
     (by_topk, {**MEANSIM, "simthreshd1": -0.1, "cdfthreshd": None, "topk": 0.5, **TAIL}),
@@ -119,6 +120,43 @@ def test_is_the_librarys_attention(make_qkv, function: Any, given, policy, optio
 def test_what_is_refused_says_why(make_qkv, function: Any, named: dict, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         function(*make_qkv(1, 2, 256, 64), **named)
+
+
+@pytest.mark.parametrize(
+    ("function", "given", "policy"),
+    [
+        (by_topk, {"topk": 0.2}, SparsePolicy(topk=0.2, keep_diagonal=False)),
+        (by_mass, {"simthreshd1": -0.1, "cdfthreshd": 0.5},
+         SparsePolicy(select_by="cdf", cdfthreshd=0.5, keep_diagonal=False)),
+        (block_sparse, {"mask_id": MASK}, SparsePolicy()),
+    ],
+)  # fmt: skip
+def test_the_log_sum_exp_comes_last(make_qkv, function: Any, given: dict, policy: Any) -> None:
+    q, k, v = make_qkv(*CASE)
+    expected = library(q, k, v, policy, block_mask=given.get("mask_id"), return_lse=True)
+    assert all(map(torch.equal, function(q, k, v, return_lse=True, **given), expected))
+    both = function(q, k, v, return_sparsity=True, return_lse=True, **given)
+    assert all(map(torch.equal, both[::2], expected)) and len(both) == 3 and 0 < both[1] < 1
+
+
+@pytest.mark.parametrize("keys", [300, 900])
+def test_causal_is_aligned_at_the_first_key_as_upstreams(make_qkv, keys: int) -> None:
+    q, k, v = make_qkv(1, 2, 640, 64, kv_tokens=keys)
+    out = by_topk(q, k, v, is_causal=True, topk=1.0)
+    truth = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    assert rel_l2(out, truth) < 0.02
+
+
+def test_a_layout_in_place_of_the_mask_is_read_as_engines_mean_it(make_qkv) -> None:
+    """LightX2V calls so; upstream reads nothing there."""
+    q, k, v = make_qkv(*CASE)
+    for function in (by_topk, by_mass):
+        assert torch.equal(function(q, k, v, "HND"), function(q, k, v))
+        for given, layout in (("NHD", "HND"), ("HND", "NHD")):
+            with pytest.raises(ValueError, match="give tensor_layout by its name"):
+                function(q, k, v, given, tensor_layout=layout)
+        with pytest.raises(ValueError, match="no dropout"):
+            function(q, k, v, "HND", 0.1)
 
 
 def test_rows_that_a_mask_leaves_empty_are_zero(make_qkv) -> None:

@@ -3,7 +3,9 @@
 
 Every parameter is honoured, or refused with `Unsupported` and a reason. What differs from upstream:
 
-* `is_causal` holds element by element, not only for whole blocks.
+* `is_causal` holds element by element, not only for whole blocks; query i sees keys 0 to i, also
+  where there are more keys than queries, or fewer.
+* `return_lse` returns the natural log-sum-exp, last of what is returned.
 * `scale` reaches block selection too; tails are averaged by their true length, so they are neither
   kept nor dense by accident; a query block that keeps no key gives zeros.
 * `output_dtype` defaults to None, q's dtype (upstream's default said float16 and was ignored).

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -21,14 +23,15 @@ __all__ = [
     "spas_sage_attn_meansim_topk_cuda",
 ]
 
-Result = Tensor | tuple[Tensor, float]
+#: Output; and with it the sparsity, the log-sum-exp or both, where they are asked for.
+Result = Tensor | tuple[Any, ...]
 
 
 def spas_sage2_attn_meansim_topk_cuda(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    attn_mask: Tensor | None = None,
+    attn_mask: Tensor | str | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
@@ -41,25 +44,32 @@ def spas_sage2_attn_meansim_topk_cuda(
     tensor_layout: str = "HND",
     output_dtype: torch.dtype | None = None,
     return_sparsity: bool = False,
+    return_lse: bool = False,
 ) -> Result:
     """Attention that keeps, for each 128 queries, a share `topk` of all blocks of 64 keys.
 
     q (B, H, Nq, D), k and v (B, Hkv, Nk, D) in layout "HND", tokens before heads in "NHD"; bf16,
     fp16 or fp32. Thresholds are numbers or tensors (H,). Exactly one of `topk` and `cdfthreshd` is
-    set. Returns the output in q's layout, or (output, sparsity) with `return_sparsity`.
+    set. Returns the output in q's layout, and behind it in a tuple the sparsity with
+    `return_sparsity` and the natural log-sum-exp (B, H, Nq) with `return_lse`.
+
+    In place of `attn_mask`, which upstream never reads, engines give the layout; it may be that of
+    `tensor_layout`.
     """
     policy = meansim_policy(topk, cdfthreshd, simthreshd1, pvthreshd, attention_sink, smooth_k)
-    refuse_mask_and_dropout(attn_mask, dropout_p)
+    is_layout = isinstance(attn_mask, str) and attn_mask == tensor_layout
+    refuse_mask_and_dropout(None if is_layout else attn_mask, dropout_p)
     return _attend(
-        q, k, v, policy, is_causal, scale, None, tensor_layout, output_dtype, return_sparsity
-    )
+        q, k, v, policy, is_causal, scale, None, tensor_layout, output_dtype, return_sparsity,
+        return_lse,
+    )  # fmt: skip
 
 
 def spas_sage2_attn_meansim_cuda(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    attn_mask: Tensor | None = None,
+    attn_mask: Tensor | str | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
@@ -71,12 +81,13 @@ def spas_sage2_attn_meansim_cuda(
     tensor_layout: str = "HND",
     output_dtype: torch.dtype | None = None,
     return_sparsity: bool = False,
+    return_lse: bool = False,
 ) -> Result:
     """Attention that keeps the best blocks up to a cumulative mass of `cdfthreshd`; otherwise as
     `spas_sage2_attn_meansim_topk_cuda`."""
     return spas_sage2_attn_meansim_topk_cuda(
         q, k, v, attn_mask, dropout_p, is_causal, scale, smooth_k, simthreshd1, cdfthreshd, None,
-        pvthreshd, attention_sink, tensor_layout, output_dtype, return_sparsity,
+        pvthreshd, attention_sink, tensor_layout, output_dtype, return_sparsity, return_lse,
     )  # fmt: skip
 
 
@@ -98,6 +109,7 @@ def block_sparse_sage2_attn_cuda(
     tensor_layout: str = "HND",
     output_dtype: torch.dtype | None = None,
     return_sparsity: bool = False,
+    return_lse: bool = False,
 ) -> Result:
     """Attention over the blocks that `mask_id` (B, H, ceil(Nq / 128), ceil(Nk / 64)) marks nonzero.
 
@@ -110,8 +122,9 @@ def block_sparse_sage2_attn_cuda(
         mask[..., 0] = True
     policy = SparsePolicy(smooth_k=smooth_k, pvthreshd=_threshold(pvthreshd))
     return _attend(
-        q, k, v, policy, False, scale, mask, tensor_layout, output_dtype, return_sparsity
-    )
+        q, k, v, policy, False, scale, mask, tensor_layout, output_dtype, return_sparsity,
+        return_lse,
+    )  # fmt: skip
 
 
 def get_cuda_arch_versions() -> list[str]:
@@ -157,24 +170,36 @@ def _attend(
     layout: str,
     output_dtype: torch.dtype | None,
     return_sparsity: bool,
+    return_lse: bool,
 ) -> Result:
     stats = AttentionStats(q.device) if return_sparsity else None
-    out = attention(
+    more: list[float | Tensor] = []
+    library: Any = attention
+    out = library(
         q,
         k,
         v,
         policy,
         layout=layout,
-        is_causal=is_causal,
+        causal="top-left" if is_causal else None,
         scale=scale,
         block_mask=block_mask,
         stats=stats,
         output_dtype=output_dtype,
+        return_lse=return_lse,
     )
-    return out if stats is None else (out, 1.0 - stats.density)
+    if return_lse:
+        out, *more = out
+    if stats is not None:
+        more.insert(0, 1.0 - stats.density)
+    return (out, *more) if more else out
 
 
-def refuse_mask_and_dropout(attn_mask: Tensor | None, dropout_p: float) -> None:
+def refuse_mask_and_dropout(attn_mask: Tensor | str | None, dropout_p: float) -> None:
+    if isinstance(attn_mask, str):
+        raise Unsupported(
+            f"attn_mask is {attn_mask!r}, which nobody reads there: give tensor_layout by its name."
+        )
     if attn_mask is not None:
         raise Unsupported(
             "attn_mask is given; sparse attention takes no element mask: use is_causal, cut the "

@@ -16,13 +16,11 @@ from pathlib import Path
 from . import nvrtc
 from .compile import NvrtcCompiler
 from .cubin import Cubin
-from .folder import cache_folder, distrust, make_folder
+from .folder import cache_folder, distrust, make_folder, why_none
 from .graph import Job, ninja_program, run_ninja
 from .source import find_csrc
 from .spec import ARCHS, RELEASE_ARCHS, KernelSpec, all_specs, native_specs
 from .store import Store, entry_stem
-
-NO_CACHE = "this user has no cache folder: set SPARGE_CACHE to one"
 
 
 def build(job: Job, workers: int) -> dict[KernelSpec, Cubin | None]:
@@ -49,7 +47,7 @@ def prepare(arch: str) -> dict[KernelSpec, Cubin | None]:
     """
     out = cache_folder()
     if out is None:
-        raise OSError(NO_CACHE)
+        raise OSError(f"{why_none()}: set SPARGE_CACHE to a folder of your own")
     job = Job(tuple(native_specs(arch)), find_csrc(), out.absolute(), _compiler(None))
     return build(job, os.cpu_count() or 1)
 
@@ -78,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     out = chosen.out or cache_folder()
     if out is None:
-        parser.error(f"{NO_CACHE}, or give --out")
+        parser.error(f"{why_none()}: set SPARGE_CACHE to a folder of your own, or give --out")
     try:
         compiler = _compiler(chosen.nvrtc)
         job = _job(chosen.arch, out.absolute(), chosen.csrc, compiler)

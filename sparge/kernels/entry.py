@@ -41,7 +41,7 @@ def read_entry(path: Path, spec: KernelSpec, in_cache: bool = True) -> Cubin | N
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        logger.warning("Cached kernel %s is damaged and is built anew: %s", path.name, error)
+        logger.warning("Cached kernel %s is not used, and is built anew: %s", path.name, error)
         return None
     if in_cache:
         _note_use(beside)

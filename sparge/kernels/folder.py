@@ -25,6 +25,13 @@ def cache_folder() -> Path | None:
     return None if base is None else base / "sparge"
 
 
+def why_none() -> str:
+    """Reason why there is no cache folder."""
+    if chosen := os.environ.get("SPARGE_CACHE"):
+        return f"SPARGE_CACHE is {chosen}, and there is no such home"
+    return "this user has no home folder"
+
+
 def _base() -> Path | None:
     if sys.platform == "win32":
         return _absolute("LOCALAPPDATA") or _in_home("AppData", "Local")

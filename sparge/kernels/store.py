@@ -17,7 +17,7 @@ from pathlib import Path
 from .compile import Compiler, options_key
 from .cubin import Cubin
 from .entry import read_entry, write_entry
-from .folder import distrust, make_folder
+from .folder import distrust, make_folder, why_none
 from .source import Sources, read_sources
 from .spec import KernelSpec, spec_from_id
 from .stale import remove_stale
@@ -77,8 +77,8 @@ class Store:
         why = "" if self.cache is None else distrust(self.cache)
         if why:
             self._warn(
-                "Compiled kernels are neither read from the cache nor kept for the next start: %s, "
-                "or set SPARGE_CACHE to a folder of your own.",
+                "Compiled kernels are neither read from the cache nor kept for the next start: %s. "
+                "Or set SPARGE_CACHE to a folder of your own.",
                 why,
             )
         return bool(why)
@@ -87,7 +87,7 @@ class Store:
         cannot = "Compiled kernels cannot be kept for the next start: %s"
         path = self.path(spec, sources, compiler)
         if path is None:
-            self._warn(cannot, "this user has no cache folder. Set SPARGE_CACHE to one.")
+            self._warn(cannot, f"{why_none()}. Set SPARGE_CACHE to a folder of your own.")
         else:
             try:
                 make_folder(path.parent)
@@ -96,7 +96,7 @@ class Store:
                     self._memory.pop(path.stem, None)
                     return
             except OSError as error:
-                why = f"{self.cache}: {error}. Set SPARGE_CACHE to a folder with free space."
+                why = f"{self.cache}: {error}. Set SPARGE_CACHE to a folder that takes them."
                 self._warn(cannot, why)
         self._memory[f"{entry_stem(spec, sources)}.{compiler.label}"] = cubin
 

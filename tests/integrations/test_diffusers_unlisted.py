@@ -121,6 +121,38 @@ def test_a_model_with_cross_attention_alone_says_so() -> None:
     assert handle.line == "NOTHING WAS SPARSE; all attention calls were cross-attention"
 
 
+def test_sound_that_attends_to_the_picture_is_exact_as_it_is_short() -> None:
+    """LTX-2: 80 tokens of sound, and a clip of 144."""
+
+    class Both(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.transformer_blocks = torch.nn.ModuleList([torch.nn.Identity()])
+            self.transformer_blocks[0].forward = self._attend
+
+        def _attend(self, x: torch.Tensor) -> torch.Tensor:
+            sound = x[:, :, :80]
+            return torch.cat([
+                torch.nn.functional.scaled_dot_product_attention(q, k, k)
+                for q, k in ((x, x), (sound, sound), (sound, x), (x, sound))
+            ], 2)  # fmt: skip
+
+        def forward(self, hidden_states: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
+            return self.transformer_blocks[0](hidden_states)
+
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
+    scheduler.set_timesteps(1)
+    pipe, given = (
+        SimpleNamespace(transformer=Both(), scheduler=scheduler),
+        torch.randn(1, 2, 144, 64),
+    )
+    native = pipe.transformer(given, scheduler.timesteps)
+    with enable(pipe, "manual", topk=0.1, min_tokens=100, start_percent=0.0) as handle:
+        out = pipe.transformer(given, scheduler.timesteps)
+    assert handle.result is not None and handle.result.tally.sparse == 1
+    assert torch.equal(out[:, :, 144:], native[:, :, 144:])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("form", ["t", "t / 1000", "1 - t / 1000"])
 @pytest.mark.parametrize("end", [20, 1])

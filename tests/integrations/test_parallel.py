@@ -4,10 +4,15 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from sparge.common.metrics import rel_l2
 from tests.integrations import two_ranks
@@ -36,3 +41,45 @@ def test_each_rank_chooses_for_its_own_heads(kind: str, tmp_path: Path) -> None:
         assert torch.equal(*latents), "one clip"
     assert found["two unusable calls"].tolist() == [4, 2], "whatever becomes of the other rank"
     assert found["two unusable calls of rank 1"].tolist() == [0, 6]
+
+
+def test_the_recipe_for_xdit_serves_the_clip_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Word for word, with the calls that xfuser 0.7.0 makes; importing that needs a GPU."""
+    torch_attention: Any = torch.nn.functional.scaled_dot_product_attention
+
+    def exact(
+        query: Tensor, key: Tensor, value: Tensor, dropout_p: float, is_causal: bool,
+        attention_kwargs: dict[str, Any] | None = None,
+    ) -> tuple[Tensor, None]:  # fmt: skip
+        mask = attention_kwargs.get("attn_mask") if attention_kwargs else None
+        options = {"attn_mask": mask, "dropout_p": dropout_p, "is_causal": is_causal}
+        return torch_attention(query, key, value, **options), None
+
+    registry: dict[str, Any] = {"SDPA": exact}
+    names = "xfuser", "xfuser.core", "xfuser.core.distributed"
+    module = ModuleType(f"{names[-1]}.attention_backend")
+    vars(module).update(
+        ATTENTION_FUNCTION_REGISTRY=registry, AttentionBackendType=SimpleNamespace(SDPA="SDPA")
+    )
+    for name in names:
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    text = (Path(__file__).parents[2] / "docs/hosts/parallel.md").read_text("utf-8")
+    (recipe,) = [
+        part for part in re.findall(r"```py\n(.*?)```", text, re.DOTALL) if "xfuser" in part
+    ]
+    exec(recipe.replace("(21, 30, 52)", "(3, 8, 10)"), {})
+    q, k, v = torch.randn(3, 1, 2, 240, 64)
+    row = torch.arange(240)[None, None, None] < 200
+
+    def call(*qkv: Tensor, causal: Any = False, given: Any = None) -> Any:
+        return registry["SDPA"](*qkv, dropout_p=None, is_causal=causal, attention_kwargs=given)
+
+    out, lse = call(q, k, v)
+    assert not torch.equal(out, exact(q, k, v, 0.0, False)[0]) and lse.shape == (1, 2, 240)
+    causal, masked = exact(q, k, v, 0.0, True), exact(q, k, v, 0.0, False, {"attn_mask": row})
+    assert torch.equal(call(q, k, v, causal=True)[0], causal[0])
+    assert torch.equal(call(q, k, v, given={"attn_mask": row})[0], masked[0])
+    few = k[:, :, :77], v[:, :, :77]
+    assert torch.equal(call(q, *few)[0], exact(q, *few, 0.0, False)[0])
+    assert torch.equal(call(q, k, v, given={"tile_size": 3})[0], out)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from typing import Any
 
@@ -433,7 +433,7 @@ def test_generators_that_end_in_another_order_say_so_and_leave_nothing_on(make_q
     """They run in the context of whoever asks them on."""
     q, k, v = make_qkv(1, 2, TOKENS)
 
-    def part() -> Iterator[sparge.CallStats]:
+    def part() -> Generator[sparge.CallStats]:
         with sparge.sdpa(WHOLE, 128) as stats:
             yield stats
             functional.scaled_dot_product_attention(q, k, v)

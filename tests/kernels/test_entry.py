@@ -186,7 +186,7 @@ def test_what_is_no_file(kept, suffix, tmp_path):
 
 @posix
 @pytest.mark.parametrize("why", ["mode", "owner"])
-def test_an_entry_that_others_may_write_is_built_anew(kept, why):
+def test_an_entry_that_others_may_write_is_built_anew(kept, why, caplog):
     if why == "owner" and os.geteuid() != 0:
         pytest.skip("needs root, to give files away")
     before = os.umask(0)
@@ -195,5 +195,7 @@ def test_an_entry_that_others_may_write_is_built_anew(kept, why):
             path.chmod(0o666) if why == "mode" else os.chown(path, 12345, 12345)
             assert kept.built_anew()
             assert path.stat().st_mode & 0o777 == 0o644 and path.stat().st_uid == os.geteuid()
+        said = "other users may write to it" if why == "mode" else "another user (uid 12345)"
+        assert caplog.text.count(said) == 2 and "damaged" not in caplog.text
     finally:
         os.umask(before)

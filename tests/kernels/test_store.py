@@ -13,6 +13,7 @@ import pytest
 
 from sparge.common.whole_file import UNFINISHED
 from sparge.kernels.entry import DAY, read_entry, write_entry
+from sparge.kernels.folder import cache_folder
 from sparge.kernels.source import read_sources
 from sparge.kernels.spec import KernelSpec
 from sparge.kernels.store import Store, entry_stem
@@ -75,8 +76,9 @@ posix = pytest.mark.skipif(os.name == "nt", reason="Windows has no such modes")
 @pytest.mark.parametrize(
     ("why", "said"),
     [
-        ("no folder", "SPARGE_CACHE"),
-        ("blocked", "SPARGE_CACHE"),
+        ("no folder", "this user has no home folder."),
+        ("no such home", "SPARGE_CACHE is ~nobody-here/kernels, and there is no such home."),
+        ("blocked", "to a folder that takes them"),
         ("full disk", "No space"),
         pytest.param("mode", "chmod go-w", marks=posix),
         pytest.param("owner", "another user", marks=posix),
@@ -87,12 +89,16 @@ def test_what_cannot_be_kept_stays_in_memory(
 ):
     """Said once; nothing is read from a folder that others may write, nor written there."""
     before = []
+    monkeypatch.delenv("SPARGE_CACHE", raising=False)
+    if why == "no such home":
+        monkeypatch.setenv("SPARGE_CACHE", "~nobody-here/kernels")
+        assert cache_folder() is None
     if why == "blocked":  # a file where the folder should be: fails for root and on Windows too
         cache.write_text("")
         cache = cache / "inside"
     elif why == "full disk":
         monkeypatch.setattr(os, "replace", raising(OSError(28, "No space left on device")))
-    elif why != "no folder":
+    elif why in ("mode", "owner"):
         Store(cache).get(SPEC, sources, counting)
         before = contents(cache)
         counting.compiled.clear()
@@ -101,7 +107,7 @@ def test_what_cannot_be_kept_stays_in_memory(
         else:
             owner = os.geteuid()
             monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
-    store = Store(None if why == "no folder" else cache)
+    store = Store(None if why.startswith("no ") else cache)
     with caplog.at_level(logging.WARNING, "sparge"):
         first = store.get(SPEC, sources, counting)
         assert store.get(SPEC, sources, counting) is first
@@ -189,4 +195,4 @@ def test_two_writers_at_once(cache, sources, counting, caplog):
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(work, range(2)))
-    assert "damaged" not in caplog.text and not list(cache.glob(f"*{UNFINISHED}"))
+    assert "is not used" not in caplog.text and not list(cache.glob(f"*{UNFINISHED}"))

@@ -125,7 +125,7 @@ def test_sound_as_long_as_the_clip_tells_nothing(decision, settings, layout_of, 
 @pytest.mark.parametrize("frames", [True, False])
 def test_parts_of_a_self_attention_are_for_manual_mode(decision, settings, layout_of, frames):
     layout = layout_of((4, 8, 10), "NONE", frame_by_frame=True) if frames else layout_of()
-    call = decision.CallFacts(80, 320)
+    call = decision.CallFacts(80 if frames else 180, 320)
     manual, auto = settings(min_tokens=100), settings(min_tokens=100, mode="auto quality")
     why = decision.FRAME_BY_FRAME if frames else decision.DIFFERENT_NUMBERS
     assert decision.Decision.of(call, layout, manual).why_exact is None

@@ -15,6 +15,8 @@ from ...common.torch_attention import TORCH_ATTENTION
 from ...session import Dense, Kind, Layer, Pass
 from .call import SdpaCall
 
+BESIDE_BLOCKS = "attention beside the model's blocks"
+
 
 @dataclass(kw_only=True)
 class Forward(Pass):
@@ -38,14 +40,19 @@ class Forward(Pass):
         self._calls[place] += counts
         return self.serve(given, decision, layer, dense)
 
-    def attend_torch(self, block: int, *args: Any, **kwargs: Any) -> Tensor:
+    def attend_torch(self, block: int | None, *args: Any, **kwargs: Any) -> Tensor | None:
         """Result of a call with the arguments of `scaled_dot_product_attention`, as `attend` has
-        it."""
+        it. block: None beside the blocks, where a call is torch's, and counted where it is long."""
         given = TorchCall(*args, **kwargs)
         options = {"dropout_p": given.dropout_p > 0, "is_causal": given.is_causal}
         changing = tuple(name for name, changes in options.items() if changes)
         q, k, v = (as_autocast(x) for x in (given.query, given.key, given.value))
         call = SdpaCall(q, k, v, given.attn_mask, given.scale, changing)
+        if block is None:
+            decision = self.decision(call)
+            if decision.kind is not Kind.CROSS and decision.tokens >= self.run.settings.min_tokens:
+                self.run.tally.add_dense(BESIDE_BLOCKS, decision.tokens, False)
+            return None
         exact = partial(TORCH_ATTENTION, *args, **kwargs)
         # Results of a pass have tokens first.
         return self.attend(call, block, lambda: exact().transpose(1, 2)).transpose(1, 2)

@@ -45,6 +45,7 @@ REPLACED = (
 NO_SCHEDULE = "the scheduler has no timesteps, so the step is not known"
 NOT_OF_SCHEDULE = "the model is given no timestep of the scheduler, so the step is not known"
 OTHER_THREAD = "another thread ran the model meanwhile: its passes were left as they are"
+CONTROLNET = "the attention of the pipeline's controlnet is native, and not counted"
 NO_INPUTS = (
     "NOTHING WAS SPARSE; {name} is not known here, and its inputs are not named as usual: "
     "sparge.sdpa() serves it without measuring."
@@ -230,7 +231,13 @@ class Handle:
             settings.start_percent, settings.end_percent, lambda percent: steps * (1 - percent)
         )
         schedule = [_level(step, steps) for step in range(steps)]
+<<<<<<< HEAD
         run = self._run = Session(settings, window, schedule, words=WORDS)
+=======
+        run = self._run = Run(settings, window, schedule, backend=TORCH, words=WORDS)
+        if isinstance(getattr(self._pipe, "controlnet", None), torch.nn.Module):
+            run.note(CONTROLNET)
+>>>>>>> w/hosts
         if capabilities(device).usable:
             run.await_kernels(device, lambda: warm_up(device, logger.info).wait(lambda: None))
         return run

@@ -19,7 +19,7 @@ from ...common.compiling import is_traced_whole, untraced
 from ...sdpa import AttentionMode
 from ..stand_in import StandIn
 from .forward import Forward
-from .layout import blocks_of, topmost
+from .layout import blocks_of, parts_of
 
 
 class PassOwner(Protocol):
@@ -51,9 +51,9 @@ class TransformerHooks:
         self._is_copy = False
         self._open: Forward | None = None
         self._thread: threading.Thread | None = None  # which runs the open pass
-        self._block = 0
+        self._block: int | None = None
         # Parts, not the whole: torch.compile(fullgraph=True) does not take a mode around it.
-        self._parts = list(enumerate(self.blocks)) or [(0, part) for part in topmost(self.model)]
+        self._parts = parts_of(self.model)
         self._stand_ins: list[StandIn] = []
         # Of the wrapper, where there is one: what is traced is the model inside.
         self._handles: list[RemovableHandle] = [
@@ -123,7 +123,7 @@ class TransformerHooks:
                 self.owner.end_pass(forward)
 
     @contextmanager
-    def _running(self, block: int, *_: Any, **__: Any) -> Iterator[None]:
+    def _running(self, block: int | None, *_: Any, **__: Any) -> Iterator[None]:
         """Context of a block in an open pass."""
         if self.are_busy():
             yield

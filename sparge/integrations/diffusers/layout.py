@@ -17,10 +17,29 @@ BLOCK_LISTS = ("transformer_blocks", "single_transformer_blocks", "blocks")
 NO_ROW = "{name} is not known here: its tokens stay in the order they come, and text is not exact"
 
 
-def blocks_of(model: Any) -> list[nn.Module]:
-    """Blocks of a model, in the order they run."""
-    lists = (getattr(model, name, None) for name in BLOCK_LISTS)
-    return [block for blocks in lists if isinstance(blocks, nn.ModuleList) for block in blocks]
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """Blocks of a model, in the order they run, and behind them those of further lists that hold
+    attention, such as the control blocks of Wan VACE; none where no list has a usual name."""
+    lists = {name: each for name, each in model.named_children() if isinstance(each, nn.ModuleList)}
+    usual = [name for name in BLOCK_LISTS if name in lists]
+    others = [name for name, each in lists.items() if name not in usual and _attends(each)]
+    return [block for name in (*usual, *others) for block in lists[name]] if usual else []
+
+
+def parts_of(model: nn.Module) -> list[tuple[int | None, nn.Module]]:
+    """Parts of a model in which attention runs, with the number of each block, and None for what
+    attends beside the blocks; 0 for all parts of a model whose blocks are not known."""
+    blocks = blocks_of(model)
+    parts = list(topmost(model))
+    if not blocks:
+        return [(0, part) for part in parts]
+    beside = [part for part in parts if part not in blocks and _attends(part)]
+    return [*enumerate(blocks), *((None, part) for part in beside)]
+
+
+def _attends(module: nn.Module) -> bool:
+    names = (type(part).__name__.lower() for part in module.modules())
+    return any("attention" in name or "attn" in name for name in names)
 
 
 def topmost(model: nn.Module) -> Iterator[nn.Module]:
