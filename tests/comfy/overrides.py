@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 #: Tokens of text before the picture, in models that have them.
 TEXT = 24
@@ -62,6 +63,8 @@ def further_keys(
     """Keys and values of a reference beside the model's own."""
     dim = 2 if kwargs.get("skip_reshape") else 1
     pairs = ((x, x.flip(-1) * 1.5) for x in (k, v))
+    if kwargs.get("mask") is not None:
+        kwargs["mask"] = pad(kwargs["mask"], (0, k.shape[dim]))
     return attend(q, *(torch.cat(pair, dim) for pair in pairs), *args, **kwargs)
 
 
