@@ -136,10 +136,10 @@ def one_head(attend: Attend, q: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 #: Those that change nothing but the arithmetic.
-BACKENDS: Mapping[str, Meaning] = {
+BACKENDS: dict[str, Meaning] = {
     "backend": backend, "eight bit": eight_bit, "half precision": half_precision,
 }  # fmt: skip
-MEANINGS: Mapping[str, Meaning] = {
+MEANINGS: dict[str, Meaning] = {
     "temperature": temperature,
     "temperature in place": temperature_in_place,
     "temperature on 8 bits": lambda attend, *args, **kwargs: temperature(

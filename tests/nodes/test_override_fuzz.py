@@ -80,7 +80,9 @@ class Case:
 
     @property
     def beneath(self) -> list[Link]:
-        return [self.after] if self.place in ("overwriting", "in each pass") else self.before
+        if self.after is not None and self.place in ("overwriting", "in each pass"):
+            return [self.after]
+        return self.before
 
     def overrides(self, ours=None):
         """Overrides before ours, and the last one; ours is left out where it is not given."""
