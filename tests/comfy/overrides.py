@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 #: Tokens of text before the picture, in models that have them.
 TEXT = 24
@@ -62,6 +63,8 @@ def further_keys(
     """Keys and values of a reference beside the model's own."""
     dim = 2 if kwargs.get("skip_reshape") else 1
     pairs = ((x, x.flip(-1) * 1.5) for x in (k, v))
+    if kwargs.get("mask") is not None:
+        kwargs["mask"] = pad(kwargs["mask"], (0, k.shape[dim]))
     return attend(q, *(torch.cat(pair, dim) for pair in pairs), *args, **kwargs)
 
 
@@ -133,10 +136,10 @@ def one_head(attend: Attend, q: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 #: Those that change nothing but the arithmetic.
-BACKENDS: Mapping[str, Meaning] = {
+BACKENDS: dict[str, Meaning] = {
     "backend": backend, "eight bit": eight_bit, "half precision": half_precision,
 }  # fmt: skip
-MEANINGS: Mapping[str, Meaning] = {
+MEANINGS: dict[str, Meaning] = {
     "temperature": temperature,
     "temperature in place": temperature_in_place,
     "temperature on 8 bits": lambda attend, *args, **kwargs: temperature(

@@ -5,6 +5,7 @@ the model's own attention gets it as it came."""
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ class Container:
         return tensor
 
 
-def called(options, *tensors, preferred_attention=None, func=backend, **kwargs):
+def called(options, *tensors, preferred_attention=None, func: Any = backend, **kwargs):
     """A call as ComfyUI makes it from 0.38 on: what the model prefers does not get to an override,
     and containers do only where it says that it takes them."""
     kwargs |= {"transformer_options": options, "_inside_attn_wrapper": True}
@@ -79,7 +80,7 @@ def test_what_a_model_prefers_serves_its_dense_calls(ran, qkv, mode, as_containe
     got = ran(call, mode=mode)
     assert (got.tally.sparse, len(calls)) == (2 * BLOCKS, BLOCKS)
     assert calls[0].keys() == {"heads", "transformer_options", "_inside_attn_wrapper"}
-    expected = backend(*qkv, HEADS)
+    expected = backend(*qkv, heads=HEADS)
     assert torch.equal(got.given[0][0], expected)
     assert relative_error(got.given[2][0], expected) < 2 * EIGHT_BIT
 
