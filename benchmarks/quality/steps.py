@@ -41,9 +41,7 @@ class SameBudgets:
 class TunedHeads:
     """Heads that a session measures in the last dense step, with the calls recorded of it."""
 
-    def __init__(
-        self, run: DenseRun, aim: Aim, *, judged: bool = False, draw: int = 0
-    ) -> None:
+    def __init__(self, run: DenseRun, aim: Aim, *, judged: bool = False, draw: int = 0) -> None:
         """judged: compare every call with exact attention, of no use to a timed run. draw: of the
         query blocks that are measured."""
         self._run, self._aim, self._judged, self._draw = run, aim, judged, draw
@@ -70,7 +68,10 @@ class TunedHeads:
         )
         for judged in self._judgement():
             judged.clear()
-        for step in (MEASURED_STEP - 1, MEASURED_STEP):  # the first tells how many prompts there are
+        for step in (
+            MEASURED_STEP - 1,
+            MEASURED_STEP,
+        ):  # the first tells how many prompts there are
             measured = self._begin(step)
             for call in self._run.measured_calls:
                 measured.attend(call.place, call.layer.q, call.layer.k, call.layer.v)

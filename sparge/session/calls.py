@@ -322,7 +322,9 @@ def _why_exact(kind: Kind, call: CallFacts, layout: TokenLayout, settings: Setti
         return "the model asks for full precision here"
     if call.unknown_options:
         return f"the model uses an option unknown here ({', '.join(call.unknown_options)})"
-    if call.key_tokens < settings.min_tokens:
+    # A frame is a part of the clip, which is long.
+    queries = call.key_tokens if layout.frame_by_frame else call.query_tokens
+    if min(queries, call.key_tokens) < settings.min_tokens:
         return f"fewer than min_tokens ({settings.min_tokens}) tokens"
     if kind is Kind.PART and settings.aim is not None:
         return FRAME_BY_FRAME if layout.frame_by_frame else DIFFERENT_NUMBERS

@@ -218,9 +218,7 @@ def _sum(of_rows: Tensor) -> Tensor:
     return of_rows.sum((1, 2, 3), dtype=torch.float64)
 
 
-def _statistics(
-    q: Tensor, k: Tensor, v: Tensor, order: TokenOrder, queries: Tensor
-) -> Any:
+def _statistics(q: Tensor, k: Tensor, v: Tensor, order: TokenOrder, queries: Tensor) -> Any:
     """Statistics of blocks that `log_scores` ranks by, as it reads them of a batch of one."""
     counts = order.block_counts.float()[:, None]
     means, variances = [], []
@@ -239,9 +237,7 @@ def _statistics(
     )
 
 
-def _kept(
-    stats: Any, order: TokenOrder, candidates: Candidates, scale: float
-) -> list[Tensor]:
+def _kept(stats: Any, order: TokenOrder, candidates: Candidates, scale: float) -> list[Tensor]:
     """(H, S, key blocks) bool for each measured density: blocks that it keeps, those first whose
     pooling would err most."""
     valid = order.keys_exact.new_ones(1, *stats.q_block_mean.shape[1:3], order.key_blocks)

@@ -25,9 +25,9 @@ from .schedule import Aim
 from .timing import Backend
 
 BLOCKS_OF = {OrderKind.CUBES: "cubes", OrderKind.ROWS: "rows"}
-#: Remark on sparse calls whose results are no numbers.
-NOT_FINITE = (
-    "{what} in the results of sparse calls: see whether it stays when all calls are dense, as the "
+#: Remark on results that are no numbers.
+NAN_IN_SPARSE = (
+    "NaN in the results of sparse calls: see whether it stays when all calls are dense, as the "
     "model may give it by itself"
 )
 
@@ -188,7 +188,7 @@ class PassRecord:
     last_row: int | None = None
     """Row of the last sparse call or, before there is one, of the last dense one."""
     _has_sparse: bool = field(default=False, repr=False)
-    _finite: Tensor | None = field(default=None, repr=False)  # (2,) bool: NaN came, inf came
+    _nan: Tensor | None = field(default=None, repr=False)  # () bool: whether NaN came
 
     def expect(self, rows: int) -> None:
         """Makes the counters of a pass that may be sparse."""
@@ -219,23 +219,22 @@ class PassRecord:
         return self.stats
 
     def look(self, row: int, out: Tensor) -> None:
-        """Looks for NaN and inf in one sparse result of the pass. Never waits.
+        """Looks for NaN, which an infinity makes too, in one sparse result of the pass. Never
+        waits.
 
         Layers and steps hand them on, so the last layer has what came before it: a look at each
         would take longer and tell no more.
         """
-        if self._finite is not None or self.looked_at not in (None, row):
+        if self._nan is not None or self.looked_at not in (None, row):
             return
         if not being_recorded(out.device):
             with self.untracked():
-                extremes = torch.stack(torch.aminmax(out))
-                self._finite = torch.stack([extremes.isnan().any(), extremes.isinf().any()])
+                self._nan = out.amax().isnan()
 
     @property
-    def not_finite(self) -> str:
-        """What is no number in the result that was looked at, "NaN" or "inf". Waits."""
-        nan, inf = (False, False) if self._finite is None else self._finite.tolist()
-        return "NaN" if nan else "inf" if inf else ""
+    def has_nan(self) -> bool:
+        """Whether NaN stands in the result that was looked at. Waits for the device."""
+        return self._nan is not None and bool(self._nan)
 
     def times(self, call: Call) -> bool:
         """Whether a call is timed: a self-attention on a GPU that no CUDA graph records."""
@@ -397,8 +396,6 @@ class Report:
     """Measured heads, one entry for each shape of calls."""
     time: RunTime
     words: Words = PLAIN
-    not_finite: str = ""
-    """What stood in results of sparse calls that is no number, "NaN" or "inf"."""
     stopped: bool = False
     notes: tuple[str, ...] = ()
     steps: int = 0
@@ -444,8 +441,7 @@ class Report:
             f"{found.overall:.1%} of attention was computed; sparse calls kept "
             f"{found.of_sparse_calls:.1%} of their pairs{wanted}."
         ]
-        if self.not_finite:
-            lines.append(NOT_FINITE.format(what=self.not_finite) + ".")
+        lines += [f"{note.rstrip('.')}." for note in self.notes]
         for reason, count in self.counts.reasons.most_common():
             lines.append(f"{count} calls were dense: {reason.rstrip('.')}.")
         return "\n".join(lines)

@@ -55,7 +55,7 @@ from .calls import (
 )
 from .eight_bit import EightBitDense
 from .heads import FAILED, MEASURING, Heads, Shape
-from .report import NOT_FINITE, PLAIN, Counts, Densities, PassRecord, Report, RunTime, Words
+from .report import NAN_IN_SPARSE, PLAIN, Counts, Densities, PassRecord, Report, RunTime, Words
 from .schedule import Aim, SigmaWindow, Step
 from .self_test import WrongKernels, check_once
 from .settings import MANUAL, Settings, fitted
@@ -276,8 +276,7 @@ class Session:
     def report(self, stopped: bool = False) -> Report:
         """Report of the passes so far. Waits for the devices."""
         records = [begun.record for begun in self._passes]
-        not_finite = min((what for x in records if (what := x.not_finite)), default="")
-        notes = [NOT_FINITE.format(what=not_finite)] if not_finite else []
+        notes = [NAN_IN_SPARSE] if any([record.has_nan for record in records]) else []
         ended = self._ended or time.perf_counter()
         return Report(
             self.counts,
@@ -286,7 +285,6 @@ class Session:
             tuple(heads.report() for heads in self._heads.values() if heads.given),
             RunTime.of(records),
             self.words,
-            not_finite,
             stopped,
             (*notes, *self._notes),
             len(self.schedule),
@@ -474,7 +472,7 @@ class Pass:
 
         once = DenseOnce(exact, eight_bit)
         reason = why or self.why_dense(given, decision, layer)
-        row = None if decision.kind is Kind.CROSS or layer.beside else layer.row
+        row = layer.row if decision.is_of_clip and not layer.beside else None
         return self._computed(
             call, layer.row, row, once, reason, decision, decision.tokens, given.facts.pairs,
             self.held_back(given, layer),

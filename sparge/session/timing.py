@@ -33,7 +33,7 @@ from ..errors import Unsupported
 from ..head_settings import HeadSettings, Router
 from ..kernels.device import capabilities
 from ..kernels.driver import driver_version
-from ..kernels.folder import cache_folder, distrust, make_folder, read_file
+from ..kernels.folder import cache_folder, distrust, make_folder, read_file, why_none
 from ..kernels.source import read_sources
 from ..kernels.store import entry_stem
 from ..kernels.warmup import eight_bit_specs
@@ -288,7 +288,7 @@ def _read(key: str) -> dict[str, Times] | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        logger.warning("Times %s are damaged and are measured anew: %s", path.name, error)
+        logger.warning("Times %s are not used, and are measured anew: %s", path.name, error)
         return None
 
 
@@ -306,7 +306,7 @@ def _times(stored: Any) -> Times:
 
 def _keep(key: str) -> None:
     """Writes the times of this GPU to the user's cache, at once or not at all."""
-    path, why = _path(key), "this user has no cache folder"
+    path, why = _path(key), why_none()
     kinds = [(kind, times) for (of, kind), times in _known.items() if of == key][-_MOST_KINDS:]
     stored = {"facts": json.loads(key), "times": {kind: asdict(x) for kind, x in kinds}}
     if path is not None:

@@ -50,8 +50,11 @@ class Forward(Pass):
         call = SdpaCall(q, k, v, given.attn_mask, given.scale, changing)
         if block is None:
             decision = self.decision(call)
-            if decision.kind is not Kind.CROSS and decision.tokens >= self.run.settings.min_tokens:
-                self.run.tally.add_dense(BESIDE_BLOCKS, decision.tokens, False)
+            if (
+                decision.kind is not Kind.CROSS
+                and decision.tokens >= self.session.settings.min_tokens
+            ):
+                self.session.counts.add_dense(BESIDE_BLOCKS, decision.tokens, False)
             return None
         exact = partial(TORCH_ATTENTION, *args, **kwargs)
         # Results of a pass have tokens first.

@@ -231,13 +231,9 @@ class Handle:
             settings.start_percent, settings.end_percent, lambda percent: steps * (1 - percent)
         )
         schedule = [_level(step, steps) for step in range(steps)]
-<<<<<<< HEAD
         run = self._run = Session(settings, window, schedule, words=WORDS)
-=======
-        run = self._run = Run(settings, window, schedule, backend=TORCH, words=WORDS)
         if isinstance(getattr(self._pipe, "controlnet", None), torch.nn.Module):
             run.note(CONTROLNET)
->>>>>>> w/hosts
         if capabilities(device).usable:
             run.await_kernels(device, lambda: warm_up(device, logger.info).wait(lambda: None))
         return run
