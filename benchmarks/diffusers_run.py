@@ -211,8 +211,8 @@ def _facts(handle: Handle) -> dict[str, Any]:
     result = handle.result
     assert result is not None
     return {
-        "density": result.report.densities.of_sparse_calls, "sparse": result.tally.sparse,
-        "dense": result.tally.dense, "eight_bit": result.tally.eight_bit, "line": handle.line,
+        "density": result.densities.of_sparse_calls, "sparse": result.counts.sparse,
+        "dense": result.counts.dense, "eight_bit": result.counts.eight_bit, "line": handle.line,
         "report": handle.report(),
     }  # fmt: skip
 

@@ -154,7 +154,7 @@ class WanWrapperHook:
         return None if is_traced_whole() else self._attend(*args, **kwargs)
 
     @untraced
-    def _attend(self, *args: Any, **kwargs: Any) -> Tensor:
+    def _attend(self, *args: Any, **kwargs: Any) -> Tensor | None:
         assert self._forward is not None
         return self._forward.attend_torch(0, *args, **kwargs)  # calls are numbered as they come
 

@@ -37,8 +37,8 @@ WRAPPERS = ("_orig_mod", "module")
 class SparseAttentionMeansim(nn.Module):
     """Attention with thresholds of its own for each head, which a file of upstream's tuning gives.
 
-    Calls keep the first key block. Tuning is refused: `sparge.session.Session` measures heads while a
-    model samples, and needs no file. The bounds of upstream's constructor are for tuning alone.
+    Calls keep the first key block. Tuning is refused: `sparge.session.Session` measures heads while
+    a model samples, and needs no file. The bounds of upstream's constructor are for tuning alone.
     """
 
     def __init__(self, *bounds: Any, **more_bounds: Any) -> None:

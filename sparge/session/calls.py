@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention calls as frameworks give them, and what becomes of a call whatever its heads are like."""
+"""Attention calls as frameworks give them, and what becomes of a call whatever its heads do."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Candidates of a head: each token order with each pool weight and density, what it keeps and costs.
+"""Candidates of a head: token order x pool weight x density, what each keeps and costs.
 
 Errors are measured at a few densities and read off between them, at many.
 """
@@ -17,8 +17,8 @@ from ..order.grid import TokenOrder
 
 #: Densities whose errors are measured. The last keeps all, so that every target can be met.
 MEASURED = (0.03, 0.075, 0.15, 0.25, 0.4, 0.6, 1.0)
-#: Weights of the mean key that stands for a dropped block; 0 is plain dropping. 0.25 and 0.5 are for
-#: heads that full pooling ruins, 1.2 for those whose logits vary inside a block.
+#: Weights of the mean key that stands for a dropped block; 0 is plain dropping. 0.25 and 0.5 are
+#: for heads that full pooling ruins, 1.2 for those whose logits vary inside a block.
 POOL_WEIGHTS = (0.0, 0.25, 0.5, 0.85, 1.0, 1.2)
 #: Ratio of a density that a head may get to the one before: steps of 0.002 at 3 %, 0.015 at 20 %.
 RATIO = 1.08
@@ -76,7 +76,7 @@ class Candidates:
         return float(self.kept[0])
 
     def costs(self) -> Tensor:
-        """(2, densities): shares of dense attention that heads take without and with pooled keys."""
+        """(2, densities): shares of dense attention that heads take, not pooling and pooling."""
         return torch.stack([self.kept, self.kept + POOLED_COST * (self.kept < 1)])
 
     def errors_between(self, measured: Tensor) -> Tensor:

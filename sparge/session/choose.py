@@ -23,13 +23,14 @@ from .measure import Sums
 #: Least and greatest output scale. UNSURE: error expected of a scale in the calls that it serves, a
 #: share of its logarithm (docs/experiments.md, How far an output scale may be off).
 SCALES, UNSURE = (0.5, 2.0), 0.4
-#: Relative error of 8-bit attention that drops nothing (docs/experiments.md, Error of 8 bits alone).
+#: Relative error of 8-bit attention that drops nothing (docs/experiments.md, Error of 8 bits
+#: alone).
 ROUNDING = 0.005
 LEAST_WEIGHT = 1e-6  # an infinite error stays infinite, whatever its head counts
 #: Bisections of the price, in a range that every price of a choice is in.
 BISECTIONS, PRICES = 50, (1e-12, 1e6)
-#: Times that what is left of a budget, or of an error, is given to a head; it counts in models of few
-#: heads.
+#: Times that what is left of a budget, or of an error, is given to a head; it counts in models of
+#: few heads.
 FILLS = 8
 UNIT = 2.0**32  # of densities and errors as integers: their sums over heads are exact
 
@@ -116,10 +117,8 @@ class Curves:
         at_cheap = _of(measure, cheap)
         steps = (_of(measure, dear) - at_cheap).gather(1, order)
         left, reached = (most - at_cheap.sum(1))[:, None], steps.cumsum(1)
-        if error is None:
-            moved = (reached > left).cumsum(1) == 0
-        else:
-            moved = reached - steps > left
+        fits = (reached > left).cumsum(1) == 0
+        moved = fits if error is None else reached - steps > left
         moved = torch.zeros_like(moved).scatter(1, order, moved)
         found = torch.where(moved, dear, cheap)
         saved = loss if error is None else costs.expand_as(loss)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measuring: what every candidate would make of a few query blocks of a call, beside exact attention.
+"""Measuring: what every candidate would make of a few query blocks, beside exact attention.
 
 With weights p of the kept keys, P of the mean keys of dropped blocks, and a pool weight g, a row is
 

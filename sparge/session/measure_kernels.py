@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measuring on a GPU by the library's own kernels, in groups of heads that bound the memory.
 
-For each group keys and values are quantized. The measured query blocks are routed for every measured
-density in one launch, attended to in one, bucket by bucket of key blocks, and scored in one, which
-also pools what is dropped. A bucket is what a density keeps beside the one before. With the first t
-buckets exact and the others pooled with weight g, attention gives a mix of the outputs of both parts,
-e and p, with the weight w = a / (a + g r) of their sums a and r, so that
+For each group keys and values are quantized. The measured query blocks are routed for every
+measured density in one launch, attended to in one, bucket by bucket of key blocks, and scored in
+one, which also pools what is dropped. A bucket is what a density keeps beside the one before. With
+the first t buckets exact and the others pooled with weight g, attention gives a mix of the outputs
+of both parts, e and p, with the weight w = a / (a + g r) of their sums a and r, so that
 
     |y - o|^2 = w^2 |e - o|^2 + 2 w (1 - w) <e - o, p - o> + (1 - w)^2 |p - o|^2
 
@@ -112,7 +112,7 @@ class _Facts:
     """(B x H x candidates x S,) float32: self-similarity of each routed query block, which has no
     say."""
     thresholds: Tensor
-    """(H, densities - 1, fields) float32: `HeadThresholds` that route as each density but the last."""
+    """(H, densities - 1, fields) float32: `HeadThresholds` that route as each other density."""
     every_block: Tensor
     """(words,) int32: all key blocks, packed."""
     compared: Tensor

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of a run: which are dense, how densities fall over the others, when heads are chosen anew."""
+"""Steps of a run: which are dense, how densities fall, and when heads are chosen anew."""
 
 from __future__ import annotations
 
