@@ -402,6 +402,7 @@ class Pass:
             partial(self._exact, call, exact or call.exact), partial(self._eight_bit, call, layer)
         )
         row = None if layer >= self.layout.rows else layer
+        self.session.counts.reached = True
         return self._computed(call, layer, row, once, reason, None, call.query_tokens, call.pairs)
 
     def decision(self, given: GivenCall) -> Decision:
