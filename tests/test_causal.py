@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import sparge
-from sparge import AttentionStats, HeadSettings, Precision, SparsePolicy, compat
+from sparge import AttentionStats, HeadSettings, Precision, SparsePolicy
 from sparge.common.metrics import rel_l2
 
 attention: Any = sparge.attention
@@ -74,7 +74,6 @@ def test_is_causal_alone_is_refused_where_it_may_mean_two_things(make_qkv, queri
     for call in (
         lambda: attention(q, k, v, is_causal=True),
         lambda: sparge.make_plan(q, k, is_causal=True),
-        lambda: compat.spas_sage2_attn_meansim_topk_cuda(q, k, v, is_causal=True),
     ):
         with pytest.raises(sparge.Unsupported, match=words):
             call()
