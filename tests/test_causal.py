@@ -138,6 +138,19 @@ def test_exact_tokens_are_those_of_the_sequence(make_qkv, prefix: int, suffix: i
     assert (moved[0, 0, held].mean(-1) > 1).all()
 
 
+@pytest.mark.parametrize(("queries", "keys", "before"), [(256, 896, 2 * 2 * 10), (896, 256, 0)])
+def test_tokens_behind_the_exact_prefix_are_sparse(make_qkv, queries, keys, before) -> None:
+    """before: blocks of the rectangle, all of whose keys are exact."""
+    least, square = replace(SPARSE, topk=0.0), AttentionStats("cpu")
+    attention(*make_qkv(1, 2, 256, 64), least, is_causal=True, stats=square)
+    for prefix, more in ((640, 0), (640 + 64, 2)):  # of a query block each head sees one key more
+        stats = AttentionStats("cpu")
+        policy = replace(least, exact_prefix=prefix)
+        qkv = make_qkv(1, 2, queries, 64, kv_tokens=keys)
+        attention(*qkv, policy, causal="bottom-right", stats=stats)
+        assert stats.blocks_kept == before + square.blocks_kept + more
+
+
 def test_what_bottom_right_does_not_serve(make_qkv) -> None:
     q, k, v = make_qkv(1, 2, 100, 64, kv_tokens=600)
     scaled = replace(HeadSettings.uniform(2, 0.5), output_scale=torch.ones(2))
