@@ -103,8 +103,11 @@ def test_other_masks_of_queries_and_keys_stay_native() -> None:
     shifted = ((PLACES[:, None] < 200) & (PLACES >= 120))[None, None]
     swapped = FORMS["padding times padding"](PLACES < 200)
     swapped[..., 0, 0], swapped[..., 0, 250] = False, True
-    weights = torch.zeros(1, 1, TOKENS, TOKENS)
-    for mask in (causal, shifted, swapped, weights, swapped.expand(1, 2, -1, -1)):
+    padding = FORMS["padding times padding"](PLACES < 200)
+    of_one_head = torch.cat([padding, torch.zeros_like(padding)], 1)
+    rows = torch.cat([FORMS["row"](PLACES < 200), FORMS["row"](PLACES < 100)], 1)
+    weights = torch.zeros(1, 1, TOKENS, TOKENS), padding.float()  # Chroma adds the latter
+    for mask in (causal, shifted, swapped, of_one_head, rows, *weights):
         model = Masked([mask], WRITES["in place"])
         hidden = drawn(1, 2, TOKENS, 64, seed=1).float()
         native = model(hidden, torch.ones(1))
