@@ -340,10 +340,11 @@ def test_the_library_does_not_import_diffusers() -> None:
     )
 
 
-def test_a_ring_of_gpus_is_native_and_the_line_says_what_serves_it() -> None:
+@pytest.mark.parametrize("ulysses", [1, 2])
+def test_a_ring_of_gpus_is_native_and_the_line_says_what_serves_it(ulysses: int) -> None:
     tiny = ALL["Flux"]()
     native = tiny(2)
-    config = SimpleNamespace(ring_degree=2, ulysses_degree=1)
+    config = SimpleNamespace(ring_degree=2, ulysses_degree=ulysses)
     tiny.pipe.transformer._parallel_config = SimpleNamespace(context_parallel_config=config)
     with enable(tiny.pipe, "auto budget", topk=0.3, **TINY) as handle:
         assert torch.equal(tiny(2), native)

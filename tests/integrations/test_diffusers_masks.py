@@ -88,14 +88,26 @@ def test_a_mask_that_each_block_fills_anew_is_read_anew(form: str, write: str, m
     assert all(rel_l2(out, native) < EIGHT_BIT for out in outs)
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_a_mask_of_one_entry_is_for_the_whole_batch(form: str) -> None:
+    model = Masked([FORMS[form](PLACES >= 30)], WRITES["in place"])
+    hidden = drawn(2, 2, TOKENS, 64, seed=1).float()
+    native = model(hidden, torch.ones(1))
+    outs, tally = loop(model, hidden_states=hidden)
+    assert tally.sparse == 2 and all(0 < rel_l2(out, native) < EIGHT_BIT for out in outs)
+
+
 def test_other_masks_of_queries_and_keys_stay_native() -> None:
     """Those that are no padding, though as many places of them are seen."""
     causal = (PLACES[:, None] >= PLACES)[None, None]
     shifted = ((PLACES[:, None] < 200) & (PLACES >= 120))[None, None]
     swapped = FORMS["padding times padding"](PLACES < 200)
     swapped[..., 0, 0], swapped[..., 0, 250] = False, True
-    weights = torch.zeros(1, 1, TOKENS, TOKENS)
-    for mask in (causal, shifted, swapped, weights, swapped.expand(1, 2, -1, -1)):
+    padding = FORMS["padding times padding"](PLACES < 200)
+    of_one_head = torch.cat([padding, torch.zeros_like(padding)], 1)
+    rows = torch.cat([FORMS["row"](PLACES < 200), FORMS["row"](PLACES < 100)], 1)
+    weights = torch.zeros(1, 1, TOKENS, TOKENS), padding.float()  # Chroma adds the latter
+    for mask in (causal, shifted, swapped, of_one_head, rows, *weights):
         model = Masked([mask], WRITES["in place"])
         hidden = drawn(1, 2, TOKENS, 64, seed=1).float()
         native = model(hidden, torch.ones(1))

@@ -98,7 +98,7 @@ def test_a_model_that_two_threads_run_serves_one_and_says_so() -> None:
     native = [passes(model, pipe, seed) for seed in (1, 2)]
 
     def ends_in_a_block() -> None:
-        with at_call(model.blocks[0], 1, lambda: 1 / 0), pytest.raises(ZeroDivisionError):
+        with at_call(model.blocks[0].attn1, 1, lambda: 1 / 0), pytest.raises(ZeroDivisionError):
             passes(model, pipe, 2)
 
     def other() -> None:

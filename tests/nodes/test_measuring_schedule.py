@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Entries of a run that are measured, as tables.
 
-An entry is its conditioning and its step: c, u, d and e are conditionings, b is a batch of c and u;
+An entry is its conditioning and its step: c, u, d and e are conditionings, b is a batch of c and u,
+t one of c twice;
 c1.5 is between steps 1 and 2, c1' again at step 1.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 import pytest
 
 STEPS = 20
-CONDITIONINGS = {"c": (0,), "u": (1,), "d": (2,), "e": (3,), "b": (0, 1)}
+CONDITIONINGS = {"c": (0,), "u": (1,), "d": (2,), "e": (3,), "b": (0, 1), "t": (0, 0)}
 
 
 @pytest.fixture
@@ -45,6 +46,7 @@ def measured(load_pack):
         (4, "c0 u0 c1 u1 c2 u2 c3 u3 c4 u4", "c3 u3", "c4"),
         (4, "b0 b1 b2 b3 b4", "c3 u3", "b4"),
         (4, "c0 c1 c2 c3 c4", "c3", "c4"),
+        (4, "t0 t1 t2 t3 t4", "c3", "t4"),
         (4, "b0 b1 b2 c3 u3 b4", "c3 u3", "b4"),  # memory got short
         (4, "c0 u0 d0 e0 c1 u1 d1 e1 c2 u2 d2 e2 c3 u3 d3 e3 c4", "c3 u3 d3 e3", "c4"),
         (1, "c0 u0 c1 u1", "c0 u0", "c1"),

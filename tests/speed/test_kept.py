@@ -178,15 +178,19 @@ def test_without_room_to_measure_there_is_none(measured, monkeypatch, caplog, er
     assert kept.speed_table(GPU) is None and "was not measured" in caplog.text
 
 
-@pytest.mark.parametrize(("margins", "is_kept"), [((0.2, 0.1), True), ((0.2, 0.2), False)])
+@pytest.mark.parametrize(
+    ("margins", "is_kept"), [((0.2, 0.1), True), ((0.2, 0.2), False)], ids=["once", "twice"]
+)
+@pytest.mark.parametrize("quiet", [(), (128,)], ids=["all heads", "heads of one width"])
 def test_a_busy_gpu_is_measured_once_more_and_not_kept(
-    measured, monkeypatch, margins: Any, is_kept: bool
+    measured, monkeypatch, quiet: tuple[int, ...], margins: Any, is_kept: bool
 ) -> None:
     measure, left = kept.measure_speed, list(margins)
 
     def busy(*given: Any) -> SpeedTable:
-        times = Times(COST, COST, COST, margin=left.pop(0))
-        return replace(measure(*given), by_head_dim={64: times})
+        disturbed, still = (Times(COST, COST, COST, margin) for margin in (left.pop(0), 0.03))
+        by_head_dim = {64: disturbed} | dict.fromkeys(quiet, still)
+        return replace(measure(*given), by_head_dim=by_head_dim)
 
     monkeypatch.setattr(kept, "measure_speed", busy)
     table = kept.speed_table(GPU)
