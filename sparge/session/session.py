@@ -119,7 +119,7 @@ class Session:
         self._heads: dict[tuple[torch.device, int, Shape], Heads] = {}
         self._prompts: dict[tuple[torch.device, int, Shape], set[int]] = {}
         self._orders: dict[tuple[TokenGrid, int, int, torch.device], TokenOrder] = {}
-        self._passes: list[Pass] = []
+        self._records: list[PassRecord] = []  # of passes, which hold the run
         self._unusable: dict[torch.device, str] = {}
         self._began: float | None = None
         self._ended: float | None = None
@@ -198,8 +198,8 @@ class Session:
         if unusable is None and (slower_target := capabilities(device).note):
             self.note(slower_target)
         with self._lock:
-            before = self._passes[-1].record if self._passes else None
-            self._passes.append(begun)
+            before = self._records[-1] if self._records else None
+            self._records.append(begun.record)
             self._rows = max(self._rows, layout.rows, before.rows if before else 0)
         begun.record.looked_at = before.last_row if before else None
         if unusable is None and begun.step.why_dense is None:
@@ -275,7 +275,7 @@ class Session:
 
     def report(self, stopped: bool = False) -> Report:
         """Report of the passes so far. Waits for the devices."""
-        records = [begun.record for begun in self._passes]
+        records = self._records
         notes = [NAN_IN_SPARSE] if any([record.has_nan for record in records]) else []
         ended = self._ended or time.perf_counter()
         return Report(

@@ -77,7 +77,7 @@ def _ran(case: str, tiny: Any, device: torch.device, given: dict[str, Any]) -> R
         found = {case: tiny(3, guidance=1.0)}
     result, run = handle.result, handle._run
     assert result is not None and run is not None
-    found[f"{case} calls"] = torch.tensor([result.tally.sparse, result.tally.dense])
+    found[f"{case} calls"] = torch.tensor([result.counts.sparse, result.counts.dense])
     for table in run.session.chosen:
         assert table.settings is not None
         found[f"{case} density"] = table.settings.density

@@ -44,8 +44,8 @@ def test_the_last_dense_step_is_measured_or_the_first_of_all(
     )  # fmt: skip
     passes = BLOCKS * len(conditionings)
     why = "before start_percent 0.2" if dense else "measuring"
-    assert got.tally.reasons == {why: max(1, len(dense)) * passes}
-    assert got.tally.sparse == len(asked) == (3 if dense else 2) * passes
+    assert got.counts.reasons == {why: max(1, len(dense)) * passes}
+    assert got.counts.sparse == len(asked) == (3 if dense else 2) * passes
     assert {(call.order and call.order.tokens, call.heads) for call in asked} == {
         (TOKENS if known else None, HEADS)
     }
@@ -53,7 +53,7 @@ def test_the_last_dense_step_is_measured_or_the_first_of_all(
 
 def test_what_outlives_a_call_is_made_between_calls(load_pack, sampled, step, monkeypatch):
     inside, made = [], Counter()
-    tune, forward = load_pack("sparge.tune"), load_pack("nodes.forward").Forward
+    tune, forward = load_pack("sparge.session"), load_pack("nodes.forward").Forward
     attend = forward.attend
 
     def watched(owner, name):
@@ -103,8 +103,8 @@ def test_calls_for_one_head_at_a_time(sampled, generator, mode, start):
     )  # fmt: skip
     a_pass, passes = layers * heads, len(DENSE_THEN_SPARSE)
     dense = (2 if start else 1 if mode != "manual" else 0) * a_pass
-    assert (got.tally.sparse, got.tally.dense) == (passes * a_pass - dense, dense)
-    by_step = got.last.report.by_step
+    assert (got.counts.sparse, got.counts.dense) == (passes * a_pass - dense, dense)
+    by_step = got.last.densities.by_step
     assert by_step.shape == (a_pass, passes) and not by_step.isnan().any()
     assert (by_step[:, 0] < 1).all() == (dense == 0)
 
@@ -126,7 +126,7 @@ def test_what_other_calls_do_without_is_allocated_untracked(
 
     monkeypatch.setattr(load_pack("nodes.run_state"), "untracked_allocations", context)
     got = sampled(step, [0.5])
-    assert got.tally.sparse == BLOCKS * chunks and len(entered) == untracked
+    assert got.counts.sparse == BLOCKS * chunks and len(entered) == untracked
 
 
 @pytest.mark.parametrize(("batch", "prompts"), [([0, 0], 1), ([1, 0, 0], 2)])
@@ -134,13 +134,13 @@ def test_a_prompt_that_is_twice_in_a_batch_is_measured_once(
     load_pack, sampled, step, monkeypatch, batch, prompts
 ):
     """Prompts of regions are all positive ones."""
-    measurement, measured = load_pack("sparge.tune").Measurement, []
+    measurement, measured = load_pack("sparge.session").Measurement, []
     add = measurement.add
     monkeypatch.setattr(
         measurement, "add", lambda *args, **named: (measured.append(1), add(*args, **named))
     )
     got = sampled(step, DENSE_THEN_SPARSE, conditionings=(batch,), **AUTO)
-    assert len(measured) == prompts * BLOCKS and got.tally.sparse > 0
+    assert len(measured) == prompts * BLOCKS and got.counts.sparse > 0
 
 
 @pytest.fixture
@@ -193,7 +193,7 @@ def test_a_layer_that_was_skipped_when_it_should_be_measured(sampled, step, come
         )
 
     got = sampled(cached, [1.0, 0.9, 0.8, 0.7, 0.5, 0.4], start_percent=0.45, **AUTO)
-    assert got.tally.reasons["measuring"] == got.tally.sparse == (2 if comes_again else 1)
+    assert got.counts.reasons["measuring"] == got.counts.sparse == (2 if comes_again else 1)
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_what_cannot_be_measured_stays_dense_with_its_reason(
     measuring = load_pack("sparge.tune.head_measuring")
     monkeypatch.setattr(measuring, "measure_for", lambda device: refuse)
     got = sampled(step, [0.5, 0.4], start_percent=0.0, **AUTO)
-    assert got.tally.reasons == {reason: 2 * BLOCKS}
+    assert got.counts.reasons == {reason: 2 * BLOCKS}
 
 
 def test_text_alone_is_no_work_for_heads(sampled, generator):
@@ -230,7 +230,7 @@ def test_text_alone_is_no_work_for_heads(sampled, generator):
         lambda attend: attend(q, q, q, HEADS), [0.5, 0.4], network("Flux", patch_size=2),
         (2, 2), torch.zeros(1, 190, 8), min_tokens=100, **AUTO,
     )  # fmt: skip
-    (reason,) = got.tally.reasons
+    (reason,) = got.counts.reasons
     assert "Every query block holds exact tokens" in reason
 
 

@@ -22,7 +22,7 @@ def table(load_pack, monkeypatch):
     """table(exact seconds): makes this the speed table of calls that keep every pair; 8-bit dense
     ones take a second, and the host some to queue them, and measurements no time. Gives the names
     of the backends asked for."""
-    speed, state, backends = load_pack("sparge.speed"), load_pack("sparge.sampling.run"), []
+    speed, state, backends = load_pack("sparge.speed"), load_pack("sparge.session.session"), []
     monkeypatch.delenv("SPARGE_REFERENCE", raising=False)
     monkeypatch.setattr(load_pack("sparge.tune.ways"), "FEWEST_TOKENS", 1)
     monkeypatch.setattr(state, "unusable_reason", lambda device: None)
@@ -68,8 +68,8 @@ def test_the_dense_steps_are_in_eight_bits_and_measured(table, run, load_pack, q
     backends = table(2.0)
     got, exact = run(mode=mode), run(mode=mode, exact_dense=True)
     for each, eight_bit in ((got, BLOCKS), (exact, 0)):
-        tally = each.tally
-        assert (tally.eight_bit, tally.dense, tally.sparse) == (eight_bit, BLOCKS, 2 * BLOCKS)
+        counts = each.counts
+        assert (counts.eight_bit, counts.dense, counts.sparse) == (eight_bit, BLOCKS, 2 * BLOCKS)
     assert set(backends) == {load_pack("nodes.host").exact_backend().name}
     sparge = load_pack("sparge")
     dense = sparge.attention(*qkv, sparge.SparsePolicy(topk=1.0), out_layout="NHD").flatten(2)
@@ -88,8 +88,8 @@ def test_a_layer_of_the_first_step_tells_what_exact_attention_takes(
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     table(2.0)
     got = run(start_percent=0.4, sigmas=(0.9, 0.85, 0.7, 0.5))
-    time, way = got.last.report.time, load_pack("sparge.tune").Way
-    assert (got.tally.eight_bit, got.tally.dense) == (3 * BLOCKS - 1, 3 * BLOCKS)
+    time, way = got.last.time, load_pack("sparge.session").Way
+    assert (got.counts.eight_bit, got.counts.dense) == (3 * BLOCKS - 1, 3 * BLOCKS)
     assert [step for step, of_step in time.by_step.items() if way.EXACT in of_step] == [0]
     assert not time.by_table
 
@@ -97,22 +97,22 @@ def test_a_layer_of_the_first_step_tells_what_exact_attention_takes(
 @pytest.mark.parametrize("widgets", [{"dense_blocks": "0-1"}, {"end_percent": 0.2}], ids=str)
 def test_calls_that_the_user_wants_dense_are_in_eight_bits(table, run, widgets):
     table(2.0)
-    tally = run(**widgets).tally
-    assert (tally.eight_bit, tally.sparse) == (3 * BLOCKS, 0)
+    counts = run(**widgets).counts
+    assert (counts.eight_bit, counts.sparse) == (3 * BLOCKS, 0)
 
 
 @pytest.mark.parametrize(("host", "faster"), [(3.9, True), (4.1, False)])
 def test_the_gpu_waits_for_half_of_what_the_host_takes(table, run, host, faster):
     """The rest of a layer covers the other half."""
     table(2.0, host=host)
-    assert run().tally.eight_bit == (BLOCKS if faster else 0)
+    assert run().counts.eight_bit == (BLOCKS if faster else 0)
 
 
 def test_not_where_exact_is_faster_nor_in_manual_mode(table, run):
     table(0.5)
-    assert run().tally.eight_bit == 0
+    assert run().counts.eight_bit == 0
     table(2.0)
-    assert run(mode="manual").tally.eight_bit == 0
+    assert run(mode="manual").counts.eight_bit == 0
 
 
 @pytest.mark.parametrize(
@@ -129,8 +129,8 @@ def test_not_where_exact_is_faster_nor_in_manual_mode(table, run):
 )
 def test_other_calls_stay_exact(table, run, call):
     table(2.0)
-    tally = run(call, [0.9]).tally
-    assert tally.eight_bit == 0 and tally.dense + tally.cross == BLOCKS
+    counts = run(call, [0.9]).counts
+    assert counts.eight_bit == 0 and counts.dense + counts.cross == BLOCKS
 
 
 @pytest.mark.parametrize("where", ["before the last dense step", "dense_blocks", "no padding"])
@@ -144,7 +144,7 @@ def test_a_call_with_a_mask_stays_exact(table, run, where):
         lambda attend, qkv: attend(*qkv, HEADS, **FLAGS, mask=mask), (0.95, 0.9, 0.8), **widgets
     )
     first = where == "before the last dense step"  # without its padding a measured call may be
-    assert got.tally.eight_bit <= (BLOCKS if first else 0)
+    assert got.counts.eight_bit <= (BLOCKS if first else 0)
     assert len({out.float().sum().item() for out in got.given[: BLOCKS if first else None]}) == 1
 
 
@@ -160,9 +160,9 @@ def test_another_nodes_attention_serves_dense_calls(table, run):
         patched.transformer_options["optimized_attention_override"] = other
 
     table(2.0, sparse=3.0)
-    tally = run(prepared=overwriting).tally
-    assert tally.eight_bit == 0 and len(served) == tally.dense == BLOCKS
-    assert tally.sparse == 2 * BLOCKS, "beside 8 bits it would not be"
+    counts = run(prepared=overwriting).counts
+    assert counts.eight_bit == 0 and len(served) == counts.dense == BLOCKS
+    assert counts.sparse == 2 * BLOCKS, "beside 8 bits it would not be"
 
 
 def test_an_error_in_eight_bits_costs_no_picture(table, run, load_pack, monkeypatch, caplog):
@@ -170,18 +170,18 @@ def test_an_error_in_eight_bits_costs_no_picture(table, run, load_pack, monkeypa
         raise ZeroDivisionError("no")
 
     table(2.0)
-    monkeypatch.setattr(load_pack("sparge.tune").Call, "eight_bit", fail)
-    tally = run().tally
-    assert tally.eight_bit == 0 and tally.dense == BLOCKS
+    monkeypatch.setattr(load_pack("sparge.session").Call, "eight_bit", fail)
+    counts = run().counts
+    assert counts.eight_bit == 0 and counts.dense == BLOCKS
     assert caplog.text.count("a dense call was computed exact") == 1
 
 
 def test_short_runs_that_do_not_pay_are_in_eight_bits(table, run, load_pack, monkeypatch):
     table(2.0)
     monkeypatch.setattr(load_pack("sparge.speed.measuring_cost"), "CHOOSING", 10.0)
-    tally = run().tally
-    assert (tally.eight_bit, tally.sparse) == (3 * BLOCKS, 0)
-    assert tally.reasons["too few steps are left to pay for measuring"] == 2 * BLOCKS
+    counts = run().counts
+    assert (counts.eight_bit, counts.sparse) == (3 * BLOCKS, 0)
+    assert counts.reasons["too few steps are left to pay for measuring"] == 2 * BLOCKS
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no kernel image"), NotImplementedError("sage")])
@@ -196,9 +196,9 @@ def test_a_backend_that_cannot_be_timed_costs_no_run(
 
     ready = SimpleNamespace(wait=lambda check: None)
     monkeypatch.setattr(hook.Hook, "prepare_kernels", lambda self, device: ready)
-    monkeypatch.setattr(load_pack("sparge.sampling.run"), "speed_table", fail)
+    monkeypatch.setattr(load_pack("sparge.session.session"), "speed_table", fail)
     table(2.0)
-    assert run().tally.sparse == 2 * BLOCKS and len(asked) == 1
+    assert run().counts.sparse == 2 * BLOCKS and len(asked) == 1
     assert "the speed of this GPU was not measured" in caplog.text
 
 
@@ -206,7 +206,7 @@ def test_a_backend_that_cannot_be_timed_costs_no_run(
 def test_wrong_kernels_keep_every_run_exact_and_are_told(
     run, table, load_pack, monkeypatch, caplog, qkv, mode
 ):
-    why, state = "the kernels err", load_pack("sparge.sampling.run")
+    why, state = "the kernels err", load_pack("sparge.session.session")
 
     def refuse(device, backend):
         raise load_pack("sparge.speed.self_test").WrongKernels(why)
@@ -219,7 +219,7 @@ def test_wrong_kernels_keep_every_run_exact_and_are_told(
     for _ in range(2):
         got = run(mode=mode)
         assert "NOTHING WAS SPARSE" in got.line and f"dense because: {why} (" in got.line
-        assert (got.tally.sparse, got.tally.eight_bit) == (0, 0)
+        assert (got.counts.sparse, got.counts.eight_bit) == (0, 0)
         assert all(torch.equal(out, exact.expand_as(out)) for out in got.given)
     assert "not measured" not in caplog.text
 

@@ -16,7 +16,7 @@ CONDITIONINGS = {"c": (0,), "u": (1,), "d": (2,), "e": (3,), "b": (0, 1)}
 @pytest.fixture
 def measured(load_pack):
     """measured(passes, dense steps): those measured, and the first that may be sparse."""
-    window_of = load_pack("sparge.tune").SigmaWindow
+    window_of = load_pack("sparge.session").SigmaWindow
     new_schedule = load_pack("sparge.tune.schedule").MeasuringSchedule
 
     def run(passes: str, dense: float, levels=range(STEPS, 0, -1)) -> tuple[str, str | None]:

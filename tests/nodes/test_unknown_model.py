@@ -36,7 +36,7 @@ def test_it_is_told_with_a_name_for_the_user(run, name, shown, text):
     """And nothing of text where none is among the tokens."""
     for model in (network(name), network("Finetune", type(network(name)))):
         got = run(model)
-        assert got.tally.sparse == 2 and len(got.notes) == 1
+        assert got.counts.sparse == 2 and len(got.notes) == 1
         assert text in got.notes[0] and ("text" in got.notes[0]) == bool(text)
         assert "tokens stay in the order they come" in got.notes[0]
         assert got.line.startswith(f"{shown}, 256 tokens; ")
@@ -85,7 +85,7 @@ def test_measuring_is_costed_by_the_layers_there_are(
     load_pack, sampled, step, monkeypatch, model, dense, layers
 ):
     """Not by the rows of its tables, of which there are 256."""
-    ways, asked = load_pack("sparge.tune").Ways, []
+    ways, asked = load_pack("sparge.session").Ways, []
     affordable = ways.affordable
 
     def spy(*args, run, **kwargs):
@@ -101,13 +101,13 @@ def test_measuring_is_costed_by_the_layers_there_are(
 @pytest.mark.parametrize("more", [-16, 0, 64])
 def test_tokens_that_are_not_the_clips_are_told(load_pack, run, asked, more):
     """Tokens behind the clip leave it on its grid."""
-    told = load_pack("sparge.sampling.decision").UNKNOWN_TOKENS
+    told = load_pack("sparge.session.calls").UNKNOWN_TOKENS
     got = run(network(), TOKENS + more, min_tokens=0)
-    assert (got.tally.sparse, got.notes) == (2, [told] if more < 0 else [])
+    assert (got.counts.sparse, got.notes) == (2, [told] if more < 0 else [])
     orders = {call.order and call.order.tokens for call in asked}
     assert orders == {None if more < 0 else TOKENS + more}
 
 
 def test_nothing_is_told_of_a_dense_run(run):
     got = run(network("Novelty"), min_tokens=TOKENS + 1)
-    assert (got.tally.sparse, got.notes) == (0, [])
+    assert (got.counts.sparse, got.notes) == (0, [])
