@@ -319,6 +319,8 @@ class _Kind:
     heads: Heads | None
     """None where all heads follow one policy, or before they are measured."""
     times: Times | None
+    order: TokenOrder | None = None
+    """Token order of this step where all heads follow one policy, once a call was sparse."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -577,7 +579,7 @@ class Pass:
         if self.session.aim is None:
             if (reason := why_dense or self._slower(kind) or held) is not None:
                 return reason
-            order, settings = self._order_of(kind.shape), None
+            order, settings = self._order_of(kind), None
         elif kind.heads is None:
             return why_dense or MEASURING
         else:
@@ -641,14 +643,15 @@ class Pass:
         # A share of the tokens, text, attends and is attended to densely.
         return kind.times.why_slower(text + (1 - text) * min(1.0, text + topk))
 
-    def _order_of(self, shape: Shape) -> TokenOrder | None:
+    def _order_of(self, kind: _Kind) -> TokenOrder | None:
         """Token order of this step where all heads follow one policy."""
-        if shape.grid is None:
-            return None
-        with self.session.untracked():
-            return self.session.unmeasured_order(
-                shape.grid, shape.ranks, self.step.number, self.device
-            )
+        shape = kind.shape
+        if kind.order is None and shape.grid is not None:
+            with self.session.untracked():
+                kind.order = self.session.unmeasured_order(
+                    shape.grid, shape.ranks, self.step.number, self.device
+                )
+        return kind.order
 
     def _eight_bit(self, call: Call, row: int | None) -> Tensor | None:
         """Result of a dense call of a layer in 8 bits; None where it has to be exact. row: None

@@ -69,7 +69,7 @@ def test_listed_blocks_stay_dense_and_other_reasons_come_first(sampled, generato
 def test_counts_and_reasons(run):
     got = run([1.0, 0.8, 0.5])
     assert not got.stopped
-    assert (got.counts.sparse, got.counts.cross, got.counts.forwards) == (2, 3, 3)
+    assert (got.counts.sparse, got.counts.cross, got.counts.passes) == (2, 3, 3)
     assert got.counts.reasons == {
         "before start_percent 0.2": 1,
         f"fewer than min_tokens ({TOKENS}) tokens": 3,

@@ -85,17 +85,15 @@ def test_without_a_dense_step(told):
 def test_what_is_not_finite_in_eight_bits_alone_is_not_the_models(load_pack, told, monkeypatch):
     line = told(nothing).line
     assert "NaN" not in line and " inf" not in line
-    measured = load_pack("sparge.tune.head_measuring").measure_for
+    heads = load_pack("sparge.session.heads")
+    measure = heads.measure
 
-    def broken(device):
-        def measure(sample):
-            found = measured(device)(sample)
-            found.distances.norm.fill_(torch.nan)
-            return found
+    def broken(*args):
+        found = measure(*args)
+        found.norm.fill_(torch.nan)
+        return found
 
-        return measure
-
-    monkeypatch.setattr(load_pack("sparge.tune.head_measuring"), "measure_for", broken)
+    monkeypatch.setattr(heads, "measure", broken)
     got = told(nothing)
     assert got.counts.reasons["this layer could not be measured"] == 3 * BLOCKS
     assert "NaN" not in got.line
@@ -133,11 +131,16 @@ def test_finite_results_are_not_doubted(told, mode):
 
 def test_one_result_a_pass_is_looked_at(load_pack, told, monkeypatch):
     """So that it takes next to no time."""
-    finite, looked = load_pack("sparge.tune.finite_rows").FiniteRows, []
-    look = finite.look
-    monkeypatch.setattr(
-        finite, "look", lambda self, row, out: (looked.append(row), look(self, row, out))
-    )
+    record, looked = load_pack("sparge.session.report").PassRecord, []
+    look = record.look
+
+    def noted(self, row, out):
+        before = self._nan
+        look(self, row, out)
+        if self._nan is not before:
+            looked.append(row)
+
+    monkeypatch.setattr(record, "look", noted)
     told(nothing, mode="manual")
     assert looked == [LAST] * 3
     told(nothing, mode="manual", dense_blocks="-1")

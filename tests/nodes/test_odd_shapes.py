@@ -188,7 +188,7 @@ def test_an_error_of_ours_is_dense_counted_and_logged(
     if place == "call":
         monkeypatch.setattr(load_pack("sparge.session.calls"), "attention", fail)
     elif place == "measuring":
-        monkeypatch.setattr(load_pack("sparge.session").Measurement, "add", fail)
+        monkeypatch.setattr(load_pack("sparge.session.heads"), "measure", fail)
     else:
         monkeypatch.setattr(load_pack("sparge.session").TokenLayout, "exact_tokens", fail)
     results, counts = outcome((Q, K, V), {}, mode)

@@ -213,8 +213,9 @@ def test_a_stop_in_a_run_that_cannot_be_sparse_has_its_reason(told, reference_fo
 @pytest.mark.parametrize(("start", "end"), [(0.9, 0.1), (0.6, 0.59), (1.0, 0.0)])
 def test_an_empty_window_is_told(told, load_pack, monkeypatch, mode, start, end):
     """And nothing is measured for it."""
-    measurement, measured = load_pack("sparge.session").Measurement, []
-    monkeypatch.setattr(measurement, "add", lambda *args, **kwargs: measured.append(1))
+    measured = []
+    heads = load_pack("sparge.session.heads")
+    monkeypatch.setattr(heads, "measure", lambda *args, **kwargs: measured.append(1))
     got = told(whole, [1.0, 0.8, 0.5, 0.2, 0.05], mode=mode, start_percent=start, end_percent=end)
     assert got.counts.reasons == {
         f"start_percent {start:g} is above end_percent {end:g}, so no step is between them": 5

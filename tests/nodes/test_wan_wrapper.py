@@ -178,10 +178,10 @@ def test_only_the_clone_of_the_node_is_sparse(model, sample, node, results) -> N
     assert result.counts.cross == SPARSE_FROM_1 and not result.stopped
     assert torch.equal(sparse[:CONDITIONINGS], dense[:CONDITIONINGS])
     assert not torch.equal(sparse[CONDITIONINGS:], dense[CONDITIONINGS:])
-    found = result.report.densities
+    found = result.densities
     assert found.of_sparse_calls <= 0.5
     assert found.overall == pytest.approx((1 + (STEPS - 1) * found.of_sparse_calls) / STEPS)
-    assert found.of_steps[0] == 1 and (result.report.by_step[:, 0] == 1).all()
+    assert found.of_steps[0] == 1 and (found.by_step[:, 0] == 1).all()
     assert torch.equal(sample(plain), dense), "the model without the node has changed"
     assert torch.equal(sample(other), of_other)
     assert len(results) == 1, "a run without the node told something"
