@@ -260,6 +260,8 @@ class Session:
                 check_once(device, self.exact)
             except WrongKernels as error:
                 self.give_up(device, error.reason)
+            except torch.OutOfMemoryError:  # a later run tests them
+                logger.info("[Sparge] the kernels were not tested: memory is full")
 
     def unusable(self, device: torch.device) -> str | None:
         """Reason why attention on this device stays dense for the whole run, or None."""
@@ -627,9 +629,10 @@ class Pass:
         if self.session.even_if_slower:
             return None
         if look not in self._times:
-            with self.session.untracked():
-                times = times_of(call, self.session.exact, self.layout.sequence(call.query_tokens))
-            exact = self.session.exact_dense or not call.by_backend
+            session, grid, times = self.session, self.layout.sequence(call.query_tokens), None
+            with session.untracked(), session.failures.caught("attention was not timed"):
+                times = times_of(call, session.exact, grid)
+            exact = session.exact_dense or not call.by_backend
             self._times[look] = times and replace(times, exact_dense=exact)
         return self._times[look]
 
