@@ -576,6 +576,7 @@ class Pass:
         assert isinstance(call, Call)
         if call.q.device != self.device:
             raise Unsupported(f"tensors on {call.q.device} in a pass on {self.device}")
+        check_inference(*call.qkv)
         kind, why_dense = self._kind_of(call, ends), self.step.why_dense
         if self.session.aim is None:
             if (reason := why_dense or self._slower(kind) or held) is not None:
@@ -587,7 +588,6 @@ class Pass:
             found = kind.heads.of_layer(row, kind.times)
             reason = why_dense or (found if isinstance(found, str) else held)
             if reason is not None:
-                check_inference(*call.qkv)
                 timed = partial(self._timed, Backend.MEASURING, call)
                 kind.heads.measure(row, call, kind.times, dense.result, timed)
                 return why_dense or kind.heads.refusal(row) or reason
