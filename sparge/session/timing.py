@@ -143,12 +143,20 @@ class Times:
         return replace(self, tokens=tokens, **seconds)
 
 
-_known: dict[tuple[str, str], Times] = {}  # by facts of the GPU and kind of the call
-_lock = threading.Lock()
-
-
 def speed_matters() -> bool:
     return os.environ.get(REFERENCE_VARIABLE) != "1"
+
+
+def unusable_reason(device: torch.device) -> str | None:
+    """Reason why the kernels cannot run on a device, or None when they can."""
+    if not speed_matters():
+        return None
+    capability = capabilities(device)
+    return None if capability.usable else capability.reason
+
+
+_known: dict[tuple[str, str], Times] = {}  # by facts of the GPU and kind of the call
+_lock = threading.Lock()
 
 
 def times_of(call: Call, exact: Exact, grid: TokenGrid | None) -> Times | None:

@@ -336,7 +336,7 @@ def sampled(
         (run, stopped), last = runs[-1], hook_of(patched).last
         return SimpleNamespace(
             given=given, patched=patched, options=session.options, run=run, stopped=stopped,
-            counts=run.counts, notes=run.notes, last=last, line=last and told.summary(last),
+            counts=run.counts, notes=[*run._notes], last=last, line=last and told.summary(last),
             details=last and told.details(last),
         )  # fmt: skip
 
