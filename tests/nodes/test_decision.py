@@ -206,7 +206,9 @@ def test_numbers_that_no_block_has(spans):
     parsed = spans.parse("0-2, 9-12, -10, -11--1")
     assert parsed.missing(10) == [-11, 12]
     assert parsed.missing(13) == []
-    assert parsed.needs_total and not spans.parse("0-2").needs_total
+    assert parsed.remark(10) == "dense_blocks names -11, 12; this model has blocks 0-9"
+    assert parsed.remark(13) == spans.parse("0-2").remark(None) == ""
+    assert parsed.remark(None).startswith("negative dense_blocks do nothing")
 
 
 @pytest.mark.parametrize(

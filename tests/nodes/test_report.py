@@ -218,7 +218,7 @@ def test_notes_appear_once(load_pack):
     run = load_pack("nodes.run_state").Run(load_pack("nodes.settings").Settings(), sampling, None)
     run.note("remove one")
     run.note("remove one")
-    assert run.notes == ["remove one"]
+    assert run.report().notes == ("remove one",)
 
 
 SHARE = "44 % of attention computed"

@@ -44,8 +44,8 @@ def two_models(session, patch, runs, generator):
 def test_it_is_measured_by_itself(two_models):
     _, run = two_models()
     assert [heads.sparse_rows for heads in run._heads.values()] == [{*range(BLOCKS)}] * 2
-    assert run.notes[0].startswith("the guider runs a second model")
-    assert run.notes[0].endswith("measured apart")
+    assert run.report().notes[0].startswith("the guider runs a second model")
+    assert run.report().notes[0].endswith("measured apart")
     sampled, other = run._model, object()  # a copy on another device is none
     assert run.which(other, torch.device("meta")) == run.which(sampled, run._device) == 0
     assert run.which(other, run._device) == id(other)
@@ -53,7 +53,7 @@ def test_it_is_measured_by_itself(two_models):
 
 def test_in_manual_mode_nothing_is_said_to_be_measured(two_models):
     _, run = two_models(mode="manual")
-    assert "second model" in run.notes[0] and "measured" not in run.notes[0]
+    assert "second model" in run.report().notes[0] and "measured" not in run.report().notes[0]
 
 
 def test_shapes_that_it_alone_has_are_its_own(two_models):
