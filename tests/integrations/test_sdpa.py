@@ -20,7 +20,7 @@ from sparge.checks import padding
 from sparge.common import weak_cache
 from sparge.common.metrics import rel_l2
 from sparge.common.torch_attention import exact_attention
-from sparge.tune.call import Call
+from sparge.session import Call
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
