@@ -119,7 +119,7 @@ class Session:
         self._heads: dict[tuple[torch.device, int, Shape], Heads] = {}
         self._prompts: dict[tuple[torch.device, int, Shape], set[int]] = {}
         self._orders: set[TokenOrder] = set()  # of passes without measured heads
-        self._records: list[PassRecord] = []
+        self._records: list[PassRecord] = []  # of passes, which hold the run
         self._unusable: dict[torch.device, str] = {}
         self._began: float | None = None
         self._ended: float | None = None
@@ -257,6 +257,8 @@ class Session:
                 check_once(device, self.exact)
             except WrongKernels as error:
                 self.give_up(device, error.reason)
+            except torch.OutOfMemoryError:  # a later run tests them
+                logger.info("[Sparge] the kernels were not tested: memory is full")
 
     def unusable(self, device: torch.device) -> str | None:
         """Reason why attention on this device stays dense for the whole run, or None."""
@@ -306,6 +308,8 @@ class _Kind:
     heads: Heads | None
     """None where all heads follow one policy, or before they are measured."""
     times: Times | None
+    order: TokenOrder | None = None
+    """Token order of this step where all heads follow one policy, once a call was sparse."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -393,7 +397,7 @@ class Pass:
                 f"prompts names {prompts} prompts and the batch has {entries} entries; give one "
                 f"number for each entry, say {tuple(range(entries))}."
             )
-        reason = None
+        reason = self.unusable
         if call.k.shape[2] != call.query_tokens:
             reason = "queries and keys differ in number"
         elif layer >= self.layout.rows:
@@ -566,9 +570,11 @@ class Pass:
         if self.session.aim is None:
             if (reason := why_dense or self._slower(kind) or held) is not None:
                 return reason
-            with self.session.untracked():
-                order = self.session.unmeasured_order(kind.shape, self.step.number, self.device)
-            settings = None
+            if kind.order is None and kind.shape.grid is not None:
+                with self.session.untracked():
+                    number = self.step.number
+                    kind.order = self.session.unmeasured_order(kind.shape, number, self.device)
+            order, settings = kind.order, None
         elif kind.heads is None:
             return why_dense or MEASURING
         else:
@@ -616,9 +622,10 @@ class Pass:
         if self.session.even_if_slower:
             return None
         if look not in self._times:
-            with self.session.untracked():
-                times = times_of(call, self.session.exact, self.layout.sequence(call.query_tokens))
-            exact = self.session.exact_dense or not call.by_backend
+            session, grid, times = self.session, self.layout.sequence(call.query_tokens), None
+            with session.untracked(), session.failures.caught("attention was not timed"):
+                times = times_of(call, session.exact, grid)
+            exact = session.exact_dense or not call.by_backend
             self._times[look] = times and replace(times, exact_dense=exact)
         return self._times[look]
 

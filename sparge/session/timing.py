@@ -207,10 +207,13 @@ def _kind(call: Call) -> str:
     return f"{call.q.dtype} {' '.join(map(str, sizes))}"
 
 
-@functools.lru_cache(maxsize=16)
 def _key(device: torch.device, exact: Exact) -> str:
     """Facts that times depend on, as text."""
-    arch = capabilities(device).arch
+    return _facts(device, capabilities(device).arch, exact.name)
+
+
+@functools.lru_cache(maxsize=16)
+def _facts(device: torch.device, arch: str, exact: str) -> str:
     stems = sorted(entry_stem(spec, read_sources(spec.entry)) for spec in eight_bit_specs(arch))
     facts = {
         "format": _FORMAT,
@@ -218,7 +221,7 @@ def _key(device: torch.device, exact: Exact) -> str:
         "driver": str(driver_version()),
         "torch": torch.__version__,
         "kernels": _short_hash("".join(stems)),
-        "exact": exact.name,
+        "exact": exact,
     }
     return json.dumps(facts, sort_keys=True)
 

@@ -97,7 +97,7 @@ def two_models_of_a_guider() -> dict[str, Any]:
     for name, model in (("first", first), ("second", second)):
         network = model.model.diffusion_model
         network.register_forward_pre_hook(lambda *_, name=name: running.__setitem__(0, name))
-    begun, tables = pack("sparge.tune").SessionPass, {"first": set(), "second": set()}
+    begun, tables = pack("sparge.session").SessionPass, {"first": set(), "second": set()}
     measure_again = begun.measure_again
 
     def spy(this: Any, plan: Any, *args: Any) -> Any:

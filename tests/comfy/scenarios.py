@@ -316,7 +316,7 @@ def raising(kind: str, inside: str = "library") -> dict[str, Any]:
         raise errors[kind]()
 
     head = model.model.diffusion_model.head
-    owner, name = (pack("sparge.tune.call"), "attention"), (head, "forward")
+    owner, name = (pack("sparge.session.calls"), "attention"), (head, "forward")
     raised, same = "", False
     with reports() as found, replaced(*(owner if inside == "library" else name), fail):
         try:

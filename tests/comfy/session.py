@@ -105,19 +105,19 @@ class Recorder:
 def reports() -> Iterator[list[dict[str, Any]]]:
     """Collects what every run inside reports, as numbers."""
     collected: list[dict[str, Any]] = []
-    report, sampling = pack("nodes.report"), pack("sparge.sampling")
+    report, sampling = pack("nodes.report"), pack("sparge.session")
     publish = report.publish
 
     def collect(result: Any, node_id: str | None) -> None:
         publish(result, node_id)
-        tally = result.tally
+        counts = result.counts
         collected.append(
             {
-                "sparse": tally.sparse,
-                "dense": tally.dense,
-                "cross": tally.cross,
-                "forwards": tally.forwards,
-                "reasons": dict(tally.reasons),
+                "sparse": counts.sparse,
+                "dense": counts.dense,
+                "cross": counts.cross,
+                "forwards": counts.forwards,
+                "reasons": dict(counts.reasons),
                 "density": result.report.densities.of_sparse_calls,
                 "computed": result.report.densities.overall,
                 "stopped": result.stopped,
@@ -139,7 +139,7 @@ def reports() -> Iterator[list[dict[str, Any]]]:
 def library_calls() -> Iterator[list[dict[str, Any]]]:
     """Collects what the library is asked for."""
     collected: list[dict[str, Any]] = []
-    module = pack("sparge.tune.call")
+    module = pack("sparge.session.calls")
     attention = module.attention
 
     def spy(q: Any, k: Any, v: Any, policy: Any, **kwargs: Any) -> Any:

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 import sparge
 from sparge.common.metrics import rel_l2
-from sparge.tune.call import Call
+from sparge.session import Call
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
