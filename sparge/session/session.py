@@ -405,7 +405,7 @@ class Pass:
                 f"prompts names {prompts} prompts and the batch has {entries} entries; give one "
                 f"number for each entry, say {tuple(range(entries))}."
             )
-        reason = None
+        reason = self.unusable
         if call.k.shape[2] != call.query_tokens:
             reason = "queries and keys differ in number"
         elif layer >= self.layout.rows:
