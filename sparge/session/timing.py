@@ -156,6 +156,7 @@ def unusable_reason(device: torch.device) -> str | None:
 
 
 _known: dict[tuple[str, str], Times] = {}  # by facts of the GPU and kind of the call
+_disturbed: set[tuple[str, str]] = set()  # of these what something else had a part in
 _lock = threading.Lock()
 
 
@@ -176,7 +177,9 @@ def times_of(call: Call, exact: Exact, grid: TokenGrid | None) -> Times | None:
                 logger.info("[Sparge] attention was not timed: %s", error)
                 return None
             _known[key, kind] = times
-            if not disturbed:
+            if disturbed:
+                _disturbed.add((key, kind))
+            else:
                 _keep(key)
         return _known[key, kind].of_tokens(call.query_tokens)
 
@@ -318,8 +321,10 @@ def _times(stored: Any) -> Times:
 def _keep(key: str) -> None:
     """Writes the times of this GPU to the user's cache, at once or not at all."""
     path, why = _path(key), why_none()
-    kinds = [(kind, times) for (of, kind), times in _known.items() if of == key][-_MOST_KINDS:]
-    stored = {"facts": json.loads(key), "times": {kind: asdict(x) for kind, x in kinds}}
+    sound = [(kind, x) for (of, kind), x in _known.items() if of == key and (of, kind) not in
+             _disturbed]  # fmt: skip
+    times = {kind: asdict(x) for kind, x in sound[-_MOST_KINDS:]}
+    stored = {"facts": json.loads(key), "times": times}
     if path is not None:
         try:
             make_folder(path.parent)
