@@ -23,7 +23,8 @@ import sparge
 from sparge import HeadSettings, Precision, Router, SparsePolicy, TokenGrid, grid_order
 from sparge.session import Aim, Session, TokenLayout
 from sparge.session.candidates import Candidates
-from sparge.session.measure import MeasuredCall, measure
+from sparge.session.choose import Curves
+from sparge.session.measure import MeasuredCall, Sums, measure
 
 attention: Any = sparge.attention
 SPARSE = SparsePolicy(topk=0.4)
@@ -78,8 +79,11 @@ class Results:
         in_orders = replace(head_settings, order_kind=self.order_kind)
         yield attention(q, k, v, policy, head_settings=in_orders, order=self.order, stats=stats)
         yield stats.counters
-        candidates = Candidates.of(self.order, q.device)
-        yield measure(MeasuredCall(q, k, v, 0.125, self.order, candidates, [1])).error
+        candidates, sums = Candidates.of(self.order, torch.device("cpu")), Sums()
+        sums.add(0, measure(MeasuredCall(q, k, v, 0.125, self.order, candidates, [1])), 1)
+        curves = Curves.of(sums, candidates)
+        yield curves.error
+        yield curves.settings(curves.chosen(budgets=[0.5])).density
 
 
 @pytest.mark.parametrize("around", SURROUNDINGS.values(), ids=SURROUNDINGS)
@@ -95,14 +99,13 @@ def test_nothing_around_changes_a_bit(make_qkv, precision, around: Callable[[], 
 
 
 @pytest.mark.parametrize("around", ["default bf16", "default fp64", "default device"])
-@pytest.mark.usefixtures("one_thread")
 def test_a_session_reports_the_same(make_qkv, monkeypatch, around: str) -> None:
     monkeypatch.setenv("SPARGE_REFERENCE", "1")
-    layout, x = TokenLayout.of(2, GRID, heads=2), make_qkv(1, 2, GRID.tokens, 64)[0]
+    layout, x = TokenLayout.of(layers=2, grid=GRID), make_qkv(1, 2, GRID.tokens, 64)[0]
 
     def told() -> list[str]:
-        session = Session.of(Aim("budget", 0.6), steps=4)
-        for step in range(4):
+        session = Session.of(Aim("budget", 0.5), steps=3)
+        for step in range(3):
             running = session.begin_step(step, layout, "cpu")
             for layer in range(2):
                 running.attend(layer, x, x, x)

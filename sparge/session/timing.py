@@ -143,13 +143,21 @@ class Times:
         return replace(self, tokens=tokens, **seconds)
 
 
+def speed_matters() -> bool:
+    return os.environ.get(REFERENCE_VARIABLE) != "1"
+
+
+def unusable_reason(device: torch.device) -> str | None:
+    """Reason why the kernels cannot run on a device, or None when they can."""
+    if not speed_matters():
+        return None
+    capability = capabilities(device)
+    return None if capability.usable else capability.reason
+
+
 _known: dict[tuple[str, str], Times] = {}  # by facts of the GPU and kind of the call
 _disturbed: set[tuple[str, str]] = set()  # of these what something else had a part in
 _lock = threading.Lock()
-
-
-def speed_matters() -> bool:
-    return os.environ.get(REFERENCE_VARIABLE) != "1"
 
 
 def times_of(call: Call, exact: Exact, grid: TokenGrid | None) -> Times | None:
@@ -202,10 +210,13 @@ def _kind(call: Call) -> str:
     return f"{call.q.dtype} {' '.join(map(str, sizes))}"
 
 
-@functools.lru_cache(maxsize=16)
 def _key(device: torch.device, exact: Exact) -> str:
     """Facts that times depend on, as text."""
-    arch = capabilities(device).arch
+    return _facts(device, capabilities(device).arch, exact.name)
+
+
+@functools.lru_cache(maxsize=16)
+def _facts(device: torch.device, arch: str, exact: str) -> str:
     stems = sorted(entry_stem(spec, read_sources(spec.entry)) for spec in eight_bit_specs(arch))
     facts = {
         "format": _FORMAT,
@@ -213,7 +224,7 @@ def _key(device: torch.device, exact: Exact) -> str:
         "driver": str(driver_version()),
         "torch": torch.__version__,
         "kernels": _short_hash("".join(stems)),
-        "exact": exact.name,
+        "exact": exact,
     }
     return json.dumps(facts, sort_keys=True)
 
