@@ -73,7 +73,7 @@ EVERYTHING = SigmaWindow.of(0.0, 1.0, lambda percent: 1.0 - percent)
 
 
 class Session:
-    """One sampling run, shared by its passes on every device, which may begin in several threads."""
+    """One sampling run, shared by its passes on every device. They may begin in several threads."""
 
     def __init__(
         self,

@@ -105,7 +105,7 @@ class Recorder:
 def reports() -> Iterator[list[dict[str, Any]]]:
     """Collects what every run inside reports, as numbers."""
     collected: list[dict[str, Any]] = []
-    report, sampling = pack("nodes.report"), pack("sparge.session")
+    report, session = pack("nodes.report"), pack("sparge.session")
     publish = report.publish
 
     def collect(result: Any, node_id: str | None) -> None:
@@ -116,18 +116,19 @@ def reports() -> Iterator[list[dict[str, Any]]]:
                 "sparse": counts.sparse,
                 "dense": counts.dense,
                 "cross": counts.cross,
-                "forwards": counts.forwards,
+                "passes": counts.passes,
                 "reasons": dict(counts.reasons),
-                "density": result.report.densities.of_sparse_calls,
-                "computed": result.report.densities.overall,
+                "density": result.densities.of_sparse_calls,
+                "computed": result.densities.overall,
                 "stopped": result.stopped,
-                "text": sampling.summary(result),
-                "verdict": sampling.verdict(result),
-                "by_step": [[round(x, 3) for x in row] for row in result.report.by_step.tolist()],
-                "shapes": [shape.tokens for shape in result.report.shapes],
-                "kept": result.report.of_heads("density").tolist(),
-                "predicted_error": result.report.mean_error("predicted"),
-                "predicted": result.report.of_heads("predicted").tolist(),
+                "text": session.summary(result),
+                "verdict": session.verdict(result),
+                "by_step": [
+                    [round(x, 3) for x in row] for row in result.densities.by_step.tolist()
+                ],
+                "shapes": [heads.tokens for heads in result.heads],
+                "kept": result.of_heads("density").tolist(),
+                "error_of_heads": result.error,
             }
         )
 

@@ -14,7 +14,11 @@ from torch.nn import functional
 
 import sparge
 from sparge.common.metrics import rel_l2
+<<<<<<< HEAD
 from sparge.session import Call
+=======
+from sparge.common.torch_attention import exact_attention
+>>>>>>> w/tsession
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -278,6 +282,7 @@ def test_the_function_in_whole_graphs(make_qkv) -> None:
     assert stats.reasons == {"fewer than 128 queries or keys (min_tokens)": 1}
 
 
+<<<<<<< HEAD
 def test_ours_and_what_we_call_exact_stay_out_of_it(make_qkv, monkeypatch) -> None:
     q, k, v = make_qkv(1, 2, TOKENS)
     exact = torch_attention(q, k, v)
@@ -306,6 +311,8 @@ def test_contexts_nest_and_the_inner_one_comes_first(make_qkv) -> None:
     assert [x.exact_calls for x in (outer, inner, longer)] == [0, 0, 1]
 
 
+=======
+>>>>>>> w/tsession
 def test_multihead_attention_is_counted() -> None:
     layer = nn.MultiheadAttention(128, 2, batch_first=True).eval()
     x = torch.randn(1, TOKENS, 128)

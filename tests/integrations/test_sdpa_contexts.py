@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
+<<<<<<< HEAD
 """Contexts of `sparge.sdpa` beside each other: of tasks, generators and threads."""
+=======
+"""Contexts of `sparge.sdpa` in each other, in tasks, generators and threads."""
+>>>>>>> w/tsession
 
 from __future__ import annotations
 
 import asyncio
 import threading
+<<<<<<< HEAD
 from collections.abc import Generator, Iterator
 
 import pytest
@@ -18,6 +23,22 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 torch_attention = functional.scaled_dot_product_attention
 WHOLE = sparge.SparsePolicy(topk=1.0)
 TOKENS = 320
+=======
+from collections.abc import Callable, Generator, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+import sparge
+from sparge.session import Call
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+torch_attention: Callable[..., Tensor] = functional.scaled_dot_product_attention
+WHOLE, TOKENS = sparge.SparsePolicy(topk=1.0), 320
+>>>>>>> w/tsession
 
 
 @pytest.fixture(autouse=True)
@@ -26,6 +47,20 @@ def inference() -> Iterator[None]:
         yield
 
 
+<<<<<<< HEAD
+=======
+def test_contexts_nest_and_the_inner_one_comes_first(make_qkv) -> None:
+    q, k, v = make_qkv(1, 2, TOKENS)
+    with sparge.sdpa(min_tokens=128) as outer:
+        with sparge.sdpa(WHOLE, 128) as inner:
+            functional.scaled_dot_product_attention(q, k, v)
+        with sparge.sdpa(min_tokens=9999) as longer:
+            functional.scaled_dot_product_attention(q, k, v)
+    assert [x.sparse_calls for x in (outer, inner, longer)] == [1, 1, 0]
+    assert [x.exact_calls for x in (outer, inner, longer)] == [0, 0, 1]
+
+
+>>>>>>> w/tsession
 @pytest.mark.parametrize("first_out", [0, 1])
 def test_tasks_have_contexts_of_their_own(make_qkv, first_out: int) -> None:
     q, k, v = make_qkv(1, 2, TOKENS)
@@ -104,3 +139,23 @@ def test_threads_have_contexts_of_their_own(make_qkv) -> None:
     for each in threads:
         each.join()
     assert [found[number].sparse_calls for number in range(2)] == [1, 2]
+<<<<<<< HEAD
+=======
+
+
+def test_ours_and_what_we_call_exact_stay_out_of_it(make_qkv, monkeypatch) -> None:
+    q, k, v = make_qkv(1, 2, TOKENS)
+    exact = torch_attention(q, k, v)
+    with sparge.sdpa(WHOLE, 128) as stats:
+        sparge.attention(q, k, v)
+        assert torch.equal(Call(q, k, v).exact(), exact)
+    assert stats.sparse_calls == stats.exact_calls == 0
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", sparge.sdpa_call)
+    assert torch.equal(functional.scaled_dot_product_attention(q, k, v), exact), (
+        "too short by default"
+    )
+    assert torch.equal(Call(q, k, v).exact(), exact)
+    with sparge.sdpa(WHOLE, 128) as stats:  # sees what the replacement leaves to torch
+        assert not torch.equal(functional.scaled_dot_product_attention(q, k, v), exact)
+    assert stats.sparse_calls == 1
+>>>>>>> w/tsession

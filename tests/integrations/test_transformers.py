@@ -281,8 +281,7 @@ def test_parts_of_a_model_get_their_own_back(seed: int, ids: Tensor) -> None:
         config, attn_implementation=own
     ).eval()
     parts = [model.config, model.config.vision_config, model.config.text_config]
-    image = torch.zeros(1, 3, 224, 224)
-    places = (224 // vision.patch_size) ** 2
+    image, places = torch.zeros(1, 3, 224, 224), (224 // vision.patch_size) ** 2
     ids = torch.cat([torch.full((1, places), 96), ids[:1].clamp(max=95)], 1)
     expected = model(input_ids=ids, pixel_values=image).logits
     sparse = enable(model, WHOLE, min_tokens=40)
