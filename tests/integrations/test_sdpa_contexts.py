@@ -1,29 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-<<<<<<< HEAD
-"""Contexts of `sparge.sdpa` beside each other: of tasks, generators and threads."""
-=======
 """Contexts of `sparge.sdpa` in each other, in tasks, generators and threads."""
->>>>>>> w/tsession
 
 from __future__ import annotations
 
 import asyncio
 import threading
-<<<<<<< HEAD
-from collections.abc import Generator, Iterator
-
-import pytest
-import torch
-from torch.nn import functional
-
-import sparge
-
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-torch_attention = functional.scaled_dot_product_attention
-WHOLE = sparge.SparsePolicy(topk=1.0)
-TOKENS = 320
-=======
 from collections.abc import Callable, Generator, Iterator
 
 import pytest
@@ -38,7 +19,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 torch_attention: Callable[..., Tensor] = functional.scaled_dot_product_attention
 WHOLE, TOKENS = sparge.SparsePolicy(topk=1.0), 320
->>>>>>> w/tsession
 
 
 @pytest.fixture(autouse=True)
@@ -47,8 +27,6 @@ def inference() -> Iterator[None]:
         yield
 
 
-<<<<<<< HEAD
-=======
 def test_contexts_nest_and_the_inner_one_comes_first(make_qkv) -> None:
     q, k, v = make_qkv(1, 2, TOKENS)
     with sparge.sdpa(min_tokens=128) as outer:
@@ -60,7 +38,6 @@ def test_contexts_nest_and_the_inner_one_comes_first(make_qkv) -> None:
     assert [x.exact_calls for x in (outer, inner, longer)] == [0, 0, 1]
 
 
->>>>>>> w/tsession
 @pytest.mark.parametrize("first_out", [0, 1])
 def test_tasks_have_contexts_of_their_own(make_qkv, first_out: int) -> None:
     q, k, v = make_qkv(1, 2, TOKENS)
@@ -139,8 +116,6 @@ def test_threads_have_contexts_of_their_own(make_qkv) -> None:
     for each in threads:
         each.join()
     assert [found[number].sparse_calls for number in range(2)] == [1, 2]
-<<<<<<< HEAD
-=======
 
 
 def test_ours_and_what_we_call_exact_stay_out_of_it(make_qkv, monkeypatch) -> None:
@@ -158,4 +133,3 @@ def test_ours_and_what_we_call_exact_stay_out_of_it(make_qkv, monkeypatch) -> No
     with sparge.sdpa(WHOLE, 128) as stats:  # sees what the replacement leaves to torch
         assert not torch.equal(functional.scaled_dot_product_attention(q, k, v), exact)
     assert stats.sparse_calls == 1
->>>>>>> w/tsession

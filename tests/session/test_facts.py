@@ -77,7 +77,8 @@ LEVELS = [1.0, 0.9, 0.8, 0.7, 0.3, 0.1, 0.05]
         (SigmaWindow(INF, 0.0), 0.0, None, False, 6, 7),
         (SigmaWindow(0.5, 0.45), 0.7, "before start_percent 0", True, None, None),
         (replace(WINDOW, start=0.1, end=0.8, start_percent=0.9, end_percent=0.2), 0.9,
-         "start_percent 0.9 is above end_percent 0.2, so no step is between them", False, None, None),
+         "start_percent 0.9 is above end_percent 0.2, so no step is between them",
+         False, None, None),
     ],
 )  # fmt: skip
 def test_a_step_by_its_noise_level(

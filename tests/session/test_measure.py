@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -67,7 +68,8 @@ def kept_by_route(call: MeasuredCall, kind: int) -> Tensor:
     one = torch.ones(call.q.shape[1])
     return torch.stack(
         [
-            route(x, SparsePolicy(), HeadSettings(density * one, one, one.int() * int(Router.ERROR)),
+            route(x, SparsePolicy(),
+                  HeadSettings(density * one, one, one.int() * int(Router.ERROR)),
                   scale=call.scale).kept
             for density in call.candidates.measured
         ]
@@ -180,7 +182,7 @@ def test_visits_are_spread_and_come_to_none_twice(count: int) -> None:
     ) or (count < 8)
     for first in range(3):
         few = sorted(spread_places(count, first, 32))
-        gaps = [b - a for a, b in zip(few, few[1:], strict=False)]
+        gaps = [b - a for a, b in pairwise(few)]
         assert not gaps or max(gaps) <= max(1, 2.7 * count / 32)  # golden: phi^2
 
 

@@ -103,7 +103,7 @@ def test_densities_are_of_all_calls_of_all_passes() -> None:
     """Of two prompts in each step, more layers than were expected, and calls of no layer."""
     records = []
     for step in range(2):
-        for prompt in range(2):
+        for _prompt in range(2):
             made = PassRecord(step, torch.device("cpu"))
             if step == 1:
                 made.expect(2)
@@ -214,14 +214,16 @@ NOTES = ("the results do not add up, remove one of the two nodes", "more")
         ({"saved": None}, "3 of 4 calls were sparse", SHARE),
         ({"notes": NOTES}, "2.7x faster: 34 s, not 91 s", "the results do not add up, remove ..."),
         (GONE, "NOTHING WAS SPARSE", "before start_percent 0.2"),
-        (GONE | {"reasons": {OLD: 2}}, "NOTHING WAS SPARSE", "GeForce RTX 2080 Ti is too old: it ..."),
+        (GONE | {"reasons": {OLD: 2}}, "NOTHING WAS SPARSE",
+         "GeForce RTX 2080 Ti is too old: it ..."),
         ({"sparse": 0, "saved": 7.0, "eight_bit": 1}, "1.2x faster: 34 s, not 41 s",
          "Nothing skipped, calls in 8 bits"),
         (GONE | {"passes": 0, "reasons": {}}, "The model did not run", ""),
         (GONE | {"cross": 0, "reasons": {}}, "No attention call came", ""),
         (GONE | {"reasons": {}}, "NOTHING WAS SPARSE", "all attention calls were cross-attention"),
         (GONE | {"finished": 1, "_grid": (4, 8, 8)}, "The clip's self-attention", "did not come"),
-        (GONE | {"finished": 1, "_grid": (1, 8, 8)}, "The picture's self-attention", "did not come"),
+        (GONE | {"finished": 1, "_grid": (1, 8, 8)},
+         "The picture's self-attention", "did not come"),
         (GONE | {"stopped": True}, "Stopped before the first sparse step", ""),
         (GONE | {"stopped": True, "may_have_been_sparse": True}, "Stopped early",
          "before start_percent 0.2"),

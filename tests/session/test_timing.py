@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seconds of calls by each backend, on a pretended GPU: measured once, kept, and believed or not."""
+"""Seconds of calls by each backend on a pretended GPU: measured once, kept, believed or not."""
 
 from __future__ import annotations
 
