@@ -19,7 +19,7 @@ LIBRARY_NEEDS = {"torch", "numpy", "safetensors", "ninja", "typing_extensions"}
 COMFYUI = {"comfy", "comfy_api", "comfy_execution", "folder_paths", "server", "nodes"}
 COMFYUI_BRINGS = {"PIL"}
 STAGES = ("quantize", "route", "attend", "score")
-LONGEST = 400  # lines; past that a file holds more than one idea
+LONGEST = 600  # lines; past that a file holds more than one idea
 NOT_OURS = re.compile(r"\..+|build|dist|__pycache__|.+\.egg-info")
 
 

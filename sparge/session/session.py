@@ -107,7 +107,7 @@ class Session:
         self.counts, self.failures = Counts(), Failures()
         self.exact_dense = settings.exact_dense or self.aim is None
         self.even_if_slower = False
-        """Whether nothing is timed, and no call is dense for being slower."""
+        """Whether nothing is timed, and no call is dense for being slower, on a CPU neither."""
         self.eight_bit_dense = EightBitDense()
         self._notes: dict[str, None] = {}
         # Not a method: whoever holds it holds no run, whose heads would stay on their devices until
@@ -148,7 +148,8 @@ class Session:
             dense_steps: number of dense steps before the sparse ones; with 0 the first step is
                 dense all the same, and measured.
             exact_dense: dense calls are exact also where 8 bits are faster.
-            even_if_slower: calls are sparse, and measured, also where dense ones would be faster.
+            even_if_slower: calls are sparse, and measured, also where dense ones would be faster,
+                and on a CPU, by the reference.
             draw: as of the constructor.
         """
         if aim is not None:
@@ -262,7 +263,8 @@ class Session:
 
     def unusable(self, device: torch.device) -> str | None:
         """Reason why attention on this device stays dense for the whole run, or None."""
-        return self._unusable.get(device) or unusable_reason(device)
+        known = self._unusable.get(device)
+        return known if known or self.even_if_slower else unusable_reason(device)
 
     def give_up(self, device: torch.device, reason: str) -> None:
         """Keeps the rest of the run dense on this device."""

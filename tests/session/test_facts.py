@@ -95,16 +95,6 @@ def test_steps_that_nobody_knows_count_by_their_number() -> None:
     assert later.index_since(first) == 2, "a step may take several evaluations"
 
 
-@pytest.mark.parametrize(
-    ("start", "end", "schedule", "steps"),
-    [(0.8, 0.0, [1.0, 0.9, 0.8, 0.5], 2), (0.8, 0.5, [1.0, 0.9, 0.8, 0.5, 0.4, 0.3], 4),
-     (0.8, 0.0, [0.7, 0.5], 1), (INF, 0.4, [1.0, 0.5, 0.3], 2), (INF, 0.0, [1.0, 0.5], 1),
-     (0.8, 0.0, [], 1)],
-)  # fmt: skip
-def test_dense_steps_of_a_schedule(start, end, schedule, steps) -> None:
-    assert SigmaWindow(start, end).dense_steps(schedule) == steps
-
-
 def test_open_edges_hold_whatever_a_model_sampling_calls_its_ends() -> None:
     window = SigmaWindow.of(0.0, 1.0, lambda x: 0.5 if x in (0.0, 1.0) else 1 - x)
     assert window.is_everything and not WINDOW.is_everything
@@ -184,7 +174,6 @@ def test_blocks_that_dense_blocks_lists(text: str, total, listed, missing) -> No
     spans = LayerSpans.parse(text)
     of_total = spans.of_total(total)
     assert [block for block in range(10) if any(block in span for span in of_total)] == listed
-    assert spans.needs_total == ("-1" in text or "--" in text)
     assert total is None or spans.missing(total) == missing
 
 

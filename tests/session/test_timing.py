@@ -110,9 +110,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Gpu]:
         for name, value in names.items():
             monkeypatch.setattr(module, name, value)
     monkeypatch.setattr(TokenOrder, "on", lambda self, device: self)
-    timing._key.cache_clear()
+    timing._facts.cache_clear()
     yield gpu
-    timing._key.cache_clear()
+    timing._facts.cache_clear()
 
 
 @pytest.fixture
@@ -122,7 +122,7 @@ def restart(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     def restart() -> None:
         monkeypatch.setattr(timing, "_known", {})
         monkeypatch.setattr(timing, "_disturbed", set())
-        timing._key.cache_clear()
+        timing._facts.cache_clear()
         gpu.done.clear()
 
     return restart
