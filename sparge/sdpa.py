@@ -22,9 +22,9 @@ from .call_stats import CallStats, count_exact, opened
 from .checks.argument import check_kind, whole_number
 from .checks.padding import torch_mask_padding
 from .checks.torch_call import NO_KERNEL, as_autocast, give_up, why_exact
-from .common.compiling import keep_to_graphs
-from .common.torch_attention import TORCH_ATTENTION
+from .compiling import keep_to_graphs
 from .policy import SparsePolicy
+from .torch_attention import TORCH_ATTENTION
 
 #: Calls of fewer queries or keys stay exact: there is little to gain, and text is among them.
 MIN_TOKENS = 4096

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..common.weak_cache import WeakTensorCache
 from ..errors import Unsupported
+from ..weak_cache import WeakTensorCache
 from .argument import check_tensor
 from .validate import as_heads_first
 

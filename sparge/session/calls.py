@@ -17,13 +17,13 @@ from torch import Tensor
 from ..attention import attention
 from ..checks.padding import CAPTURED, as_rows, is_captured, key_padding
 from ..checks.validate import as_heads_first
-from ..common.torch_attention import exact_attention
-from ..common.weak_cache import WeakTensorCache
 from ..errors import Unsupported
 from ..head_settings import HeadSettings
 from ..order.grid import TokenGrid, TokenOrder
 from ..policy import EIGHT_BIT_DENSE, SparsePolicy
 from ..stats import AttentionStats
+from ..torch_attention import exact_attention
+from ..weak_cache import WeakTensorCache
 from .settings import Settings
 from .tokens import TokenLayout
 

@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import sparge
 from benchmarks.kept import kept_blocks
+from benchmarks.metrics import rel_l2
 from sparge import (
     AttentionStats,
     HeadSettings,
@@ -28,7 +29,6 @@ from sparge import (
     reference,
 )
 from sparge.blocks import KEY_BLOCK, QUERY_BLOCK
-from sparge.common.metrics import rel_l2
 from sparge.head_settings import KEPT_TABLES
 from sparge.kernels import Element, KernelSpec, capabilities, native_element
 from sparge.order import copies as order_copies

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import sparge
+from benchmarks.metrics import rel_l2
+from sparge import weak_cache
 from sparge.checks import padding
-from sparge.common import weak_cache
-from sparge.common.metrics import rel_l2
-from sparge.common.torch_attention import exact_attention
+from sparge.torch_attention import exact_attention
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

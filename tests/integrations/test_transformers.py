@@ -14,8 +14,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sparge
+from benchmarks.metrics import rel_l2
 from benchmarks.tiny_models.texts import SIZES, Run, forward, in_parts
-from sparge.common.metrics import rel_l2
 
 transformers: Any = pytest.importorskip("transformers", "5.24", reason="needs transformers 5.24")
 from sparge.integrations.transformers import enable  # noqa: E402

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import sparge
+from benchmarks.metrics import rel_l2
 from sparge import SparsePolicy, TokenGrid, cube_order, grid_order
-from sparge.common.metrics import rel_l2
 
 attention: Any = sparge.attention
 SPARSE = SparsePolicy(topk=0.4)

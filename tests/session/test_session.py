@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from benchmarks.metrics import rel_l2
 from sparge import SparsePolicy, TokenGrid, Unsupported
-from sparge.common.metrics import rel_l2
 from sparge.order.places import dealt_places
 from sparge.session import (
     FAILED,
