@@ -174,7 +174,7 @@ def make_call(
         q,
         k,
         v,
-        policy.of_tokens(max(n_queries, n_keys)),
+        policy,
         softmax_scale,
         is_causal,
         key_lengths,

@@ -35,8 +35,7 @@ from ..errors import MEANT_FOR_HOST, Failures, KernelBuildError, Unsupported
 from ..head_settings import HeadSettings
 from ..kernels import capabilities
 from ..kernels.warmup import KERNEL_DID_NOT_COMPILE
-from ..order.grid import TokenOrder, unmeasured_order
-from ..order.places import order_as_dealt
+from ..order.grid import TokenOrder, order_as_dealt, unmeasured_order
 from ..order.variants import VARIANTS
 from ..policy import SparsePolicy
 from .calls import (

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from ..attention import attention
 from ..blocks import KEY_BLOCK
+from ..compiling import being_recorded
 from ..errors import Unsupported
 from ..head_settings import HeadSettings, Router
 from ..kernels.device import capabilities
@@ -43,7 +44,6 @@ from ..kernels.source import read_sources
 from ..kernels.store import entry_stem
 from ..kernels.warmup import eight_bit_specs
 from ..order.grid import TokenGrid, grid_order, raster_order
-from ..order.recording import being_recorded
 from ..policy import EIGHT_BIT_DENSE, SparsePolicy
 from ..stages.as_written import as_written
 from ..torch_attention import exact_attention

@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.metrics import rel_l2
 from sparge import SparsePolicy, TokenGrid, Unsupported
-from sparge.order.places import dealt_places
+from sparge.order.grid import dealt_places
 from sparge.session import (
     FAILED,
     MASK,
