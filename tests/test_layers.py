@@ -77,15 +77,15 @@ ORDER = (
     "integrations",
     "session",
     "compat sdpa",
-    "attention",
+    "padding attention",
     "stages",
     "call reference",
     "head_settings",
     "policy",
     "order call_stats",
-    "checks",
+    "checks torch_attention",
     "kernels",
-    "blocks compiling errors stats torch_attention weak_cache",
+    "blocks compiling errors stats weak_cache",
 )
 #: Imports upwards that still are, each half of two parts that import each other.
 UPWARDS = {

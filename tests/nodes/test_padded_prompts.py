@@ -186,7 +186,7 @@ def test_one_look_at_a_mask_in_a_pass_and_none_before_the_window(load_pack, run,
 
 def test_masked_calls_stay_dense_while_a_cuda_graph_is_captured(load_pack, run, qkv, monkeypatch):
     module = load_pack("sparge.session.calls")
-    monkeypatch.setattr(module, "is_captured", lambda tensor: True)
+    monkeypatch.setattr(module, "being_recorded", lambda device: True)
     got = run(padding())
     assert got.counts.sparse == 0 and got.counts.reasons == {module.CAPTURED: 1}
     assert torch.equal(got.given[0], masked(qkv, padding()))
