@@ -8,7 +8,7 @@ from torch import Tensor
 from sparge import SparsePolicy
 from sparge.blocks import unpack
 from sparge.call import make_call
-from sparge.checks.causal import Alignment
+from sparge.checks.validate import Alignment
 from sparge.stages import on_reference
 from sparge.stages.pipeline import has_kernels, quantize, route
 

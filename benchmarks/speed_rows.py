@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.metrics import rel_l1, rel_l2
 from sparge import reference
 from sparge.blocks import KEY_BLOCK, QUERY_BLOCK, block_count
-from sparge.common.metrics import rel_l1, rel_l2
 
 from .shapes import Shape
 

@@ -13,15 +13,14 @@ from typing import Any, cast
 import torch
 
 from ..sparge import capabilities
-from ..sparge.common.closures import leads_to
-from ..sparge.common.compiling import is_traced_whole, untraced
+from ..sparge.compiling import is_traced_whole, untraced
 from ..sparge.kernels.warmup import Warmup, warm_up
 from ..sparge.session import FAILED, Report
 from . import host, report
 from .attention_call import AttentionCall
 from .forward import Forward
 from .layer_counter import COUNTER_KEY
-from .override_check import Override
+from .override_check import Override, leads_to
 from .run_state import Run
 from .settings import Settings
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..sparge.common.compiling import is_traced_whole, untraced
+from ..sparge.compiling import is_traced_whole, untraced
 from ..sparge.session import UNNUMBERED, Layer, TextPosition
 from .families import ModelLayout
 

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from ..sparge import TokenGrid, capabilities
-from ..sparge.common.compiling import is_traced_whole, untraced
-from ..sparge.common.failures import Failures
+from ..sparge.compiling import is_traced_whole, untraced
+from ..sparge.errors import Failures
 from ..sparge.integrations.diffusers.forward import Forward
 from ..sparge.kernels.warmup import warm_up
 from ..sparge.sdpa import AttentionMode

@@ -6,12 +6,12 @@ out = sparge.attention(q, k, v, sparge.SparsePolicy(topk=0.3))
 
 from .attention import attention
 from .call_stats import CallStats
-from .checks.padding import KeyPadding, key_padding
 from .errors import KernelBuildError, Unsupported
 from .head_settings import HeadSettings, Router
 from .kernels import Capability, capabilities
 from .order.grid import TokenGrid, TokenOrder, cube_order, grid_order
 from .order.variants import VARIANTS, OrderKind
+from .padding import KeyPadding, key_padding
 from .policy import Precision, SparsePolicy
 from .sdpa import sdpa, sdpa_call
 from .stats import AttentionStats

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from .call import CheckedCall, make_call
 from .checks.argument import check_kind, flag
-from .checks.causal import Alignment
-from .checks.validate import as_heads_first, check_layout, check_output_dtype
+from .checks.validate import Alignment, as_heads_first, check_layout, check_output_dtype
 from .head_settings import HeadSettings
 from .order.grid import TokenOrder
 from .policy import SparsePolicy

@@ -9,15 +9,17 @@ import torch
 from torch import Tensor
 
 from .checks.argument import check_kind, flag
-from .checks.causal import Alignment, check_bottom_right, ends_with_the_keys
 from .checks.validate import (
+    Alignment,
     as_heads_first,
     check_block_mask,
+    check_bottom_right,
     check_inference,
     check_key_lengths,
     check_pair,
     check_values,
     checked_scale,
+    ends_with_the_keys,
 )
 from .errors import Unsupported
 from .head_settings import HeadSettings
@@ -174,7 +176,7 @@ def make_call(
         q,
         k,
         v,
-        policy.of_tokens(max(n_queries, n_keys)),
+        policy,
         softmax_scale,
         is_causal,
         key_lengths,

@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from .common.compiling import constant_in_graphs
+from .compiling import constant_in_graphs
 from .stats import AttentionStats, Counter
 
 NO_CALLS = (

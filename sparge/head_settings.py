@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import enum
 import math
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -16,12 +15,9 @@ import torch
 from torch import Tensor
 
 from .checks.argument import check_tensor, flag, number, shown, whole_number
-from .order.recording import being_recorded
 from .policy import INT32_MAX, SparsePolicy
 from .stages.thresholds import threshold_table
 
-#: Number of kept tables of head settings: one for each pair of simthreshd1 and pvthreshd.
-KEPT_TABLES = 16
 TableKey = tuple[float, float]
 
 
@@ -74,11 +70,7 @@ class HeadSettings:
     order_kind: Tensor | None = None
     output_scale: Tensor | None = None
     # Not given, so that `replace` makes new ones: tables hold these values.
-    _tables: OrderedDict[TableKey, Tensor] = field(
-        default_factory=OrderedDict, init=False, repr=False
-    )
-    _held: set[TableKey] = field(default_factory=set, init=False, repr=False)
-    """Keys of `_tables` that are never forgotten, because recorded calls read them in place."""
+    _tables: dict[TableKey, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         check_tensor("density", self.density, "one float32 value for each query head")
@@ -131,13 +123,11 @@ class HeadSettings:
         }
         return {name: value for name, value in values.items() if value is not None}
 
-    def table(self, policy: SparsePolicy, hold: bool = False) -> Tensor:
+    def table(self, policy: SparsePolicy) -> Tensor:
         """Returns `threshold_table` of these settings with the other thresholds of `policy`.
 
-        Tables are kept for policies whose thresholds are numbers, so that a call launches nothing
-        to make one: ask for it before attention is recorded. Of more than `KEPT_TABLES` policies
-        those that were asked for last are kept, and for good those with `hold` and those that CUDA
-        graphs were captured with.
+        Tables live as long as the settings for policies whose thresholds are numbers: a call
+        launches nothing to make one, and CUDA graphs read them where they lie.
         """
         key = _table_key(policy)
         if key is None:
@@ -145,23 +135,12 @@ class HeadSettings:
         table = self._tables.get(key)
         if table is None:
             table = self._tables[key] = self._make_table(policy)
-            self._forget_tables()
-        elif len(self._tables) >= KEPT_TABLES and key in self._tables:
-            self._tables.move_to_end(key)
-        if key not in self._held and (hold or being_recorded(self.device)):
-            self._held.add(key)
         return table
 
     def keep_table(self, policy: SparsePolicy, table: Tensor) -> None:
-        """Keeps a table that was made elsewhere, equal to what `table` returns; it is held."""
+        """Keeps a table that was made elsewhere, equal to what `table` returns."""
         if key := _table_key(policy):
             self._tables[key] = table
-            self._held.add(key)
-
-    def _forget_tables(self) -> None:
-        may_go = [key for key in list(self._tables) if key not in self._held]
-        for key in may_go[:-KEPT_TABLES]:
-            self._tables.pop(key, None)
 
     def _make_table(self, policy: SparsePolicy) -> Tensor:
         return threshold_table(

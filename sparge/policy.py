@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import enum
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ class Precision(enum.Enum):
     INT8 = "int8"
     """INT8 QK; PV in what the GPU runs fastest: E4M3, INT8 or FP16. 16 bits on B300."""
     INT8_FP16 = "int8_fp16"
-    """INT8 QK and FP16 PV on every GPU: truer than 8 bits, and slower."""
+    """INT8 QK and FP16 PV on every GPU: closer to the original than 8 bits, and slower."""
     SIXTEEN_BIT = "16bit"
     """No quantization: bf16 products (fp16 where q, k and v all are), float32 accumulation."""
 
@@ -97,7 +97,7 @@ class SparsePolicy:
         for name in ("attention_sink", "keep_diagonal", "smooth_k"):
             self._set(name, flag(name, getattr(self, name)))
         for name in ("exact_prefix", "exact_suffix"):
-            self._set(name, whole_number(name, getattr(self, name), 0))
+            self._set(name, whole_number(name, getattr(self, name), 0, INT32_MAX))
         check_kind("precision", self.precision, Precision, _PRECISIONS)
 
     def _set(self, name: str, value: object) -> None:
@@ -119,13 +119,6 @@ class SparsePolicy:
         """Thresholds that are tensors, by name."""
         values = {name: getattr(self, name) for name in _RANGES}
         return {name: value for name, value in values.items() if isinstance(value, Tensor)}
-
-    def of_tokens(self, tokens: int) -> SparsePolicy:
-        """Policy for a call of so many tokens: what protects more of them protects all."""
-        if max(self.exact_prefix, self.exact_suffix) <= INT32_MAX:
-            return self
-        ends = {name: min(getattr(self, name), tokens) for name in ("exact_prefix", "exact_suffix")}
-        return replace(self, **ends)
 
     def head_thresholds(self, heads: int, device: torch.device) -> Tensor | None:
         """Returns `threshold_table` of this policy, without pooling; None when all thresholds are

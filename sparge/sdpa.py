@@ -20,11 +20,17 @@ from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from .attention import attention
 from .call_stats import CallStats, count_exact, opened
 from .checks.argument import check_kind, whole_number
-from .checks.padding import torch_mask_padding
-from .checks.torch_call import NO_KERNEL, as_autocast, give_up, why_exact
-from .common.compiling import keep_to_graphs
-from .common.torch_attention import TORCH_ATTENTION
+from .compiling import keep_to_graphs
+from .padding import torch_mask_padding
 from .policy import SparsePolicy
+from .torch_attention import (
+    NO_KERNEL,
+    TORCH_ATTENTION,
+    TorchCall,
+    as_autocast,
+    give_up,
+    why_exact,
+)
 
 #: Calls of fewer queries or keys stay exact: there is little to gain, and text is among them.
 MIN_TOKENS = 4096
@@ -70,10 +76,10 @@ def sdpa_call(
     gives the last three.
     """
     rules = Substitute.checked(policy, min_tokens, stats)
-    call = (query, key, value, attn_mask, dropout_p, is_causal)
-    out = rules.sparse(*call, scale=scale, enable_gqa=enable_gqa)
+    call = TorchCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    out = rules.sparse(call)
     if out is None:
-        return TORCH_ATTENTION(*call, scale=scale, enable_gqa=enable_gqa)
+        return TORCH_ATTENTION(*call[:6], scale=scale, enable_gqa=enable_gqa)
     return out
 
 
@@ -95,27 +101,12 @@ class Substitute:
             check_kind("stats", stats, CallStats, "a sparge.CallStats()")
         return cls(policy, whole_number("min_tokens", min_tokens, 0), stats)
 
-    def sparse(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor | None:
+    def sparse(self, call: TorchCall) -> Tensor | None:
         """Sparse result, or None for a call that stays torch's, whose reason was counted."""
-        why = why_exact(
-            query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, self.min_tokens
-        )
-        if why:
+        if why := why_exact(call, self.min_tokens):
             count_exact(self.stats, why)
             return None
-        return self.tried(
-            query.device, lambda: self._attend(query, key, value, attn_mask, is_causal, scale)
-        )
+        return self.tried(call.query.device, lambda: self._attend(call))
 
     def tried(self, device: torch.device, attend: Callable[[], Tensor]) -> Tensor | None:
         """Sparse result of attend(), or None where it is refused or has no kernels, which is
@@ -131,18 +122,10 @@ class Substitute:
         count_exact(self.stats, why)
         return None
 
-    def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None,
-        is_causal: bool,
-        scale: float | None,
-    ) -> Tensor:
-        lengths = None
-        if attn_mask is not None:
-            key, value, lengths = torch_mask_padding(attn_mask).apply(key, value)
+    def _attend(self, call: TorchCall) -> Tensor:
+        query, key, value, lengths = *call[:3], None
+        if call.attn_mask is not None:
+            key, value, lengths = torch_mask_padding(call.attn_mask).apply(key, value)
         query, key, value = (as_autocast(x) for x in (query, key, value))
         tokens_first = query.stride(1) < query.stride(2)  # so that transposing it back is free
         out = attention(
@@ -151,8 +134,8 @@ class Substitute:
             value,
             self.policy,
             out_layout="NHD" if tokens_first else "HND",
-            causal="top-left" if is_causal else None,
-            scale=scale,
+            causal="top-left" if call.is_causal else None,
+            scale=call.scale,
             key_lengths=lengths,
             stats=None if self.stats is None else self.stats.on(query.device),
         )
@@ -211,7 +194,7 @@ class SdpaMode(AttentionMode):
 
     def _sparse_here(self, *args: Any, **kwargs: Any) -> Tensor | None:
         if self._entered and _is_open_here(self._stats):
-            return self._substitute.sparse(*args, **kwargs)
+            return self._substitute.sparse(TorchCall(*args, **kwargs))
         return None
 
     def __enter__(self) -> CallStats:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import sparge
+from benchmarks.metrics import rel_l2
 from sparge import AttentionStats, HeadSettings, Precision, SparsePolicy
-from sparge.common.metrics import rel_l2
 
 attention: Any = sparge.attention
 DENSE = SparsePolicy(topk=1.0, precision=Precision.SIXTEEN_BIT)

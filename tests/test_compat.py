@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import sparge
+from benchmarks.metrics import rel_l2
 from sparge import AttentionStats, SparsePolicy, compat
-from sparge.common.metrics import rel_l2
 from sparge.compat.mask import read_block_mask
 from sparge.compat.utils import get_block_map_meansim, get_block_map_meansim_fuse_quant
 

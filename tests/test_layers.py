@@ -77,15 +77,15 @@ ORDER = (
     "integrations",
     "session",
     "compat sdpa",
-    "attention",
+    "padding attention",
     "stages",
     "call reference",
     "head_settings",
     "policy",
     "order call_stats",
-    "checks",
+    "checks torch_attention",
     "kernels",
-    "blocks common errors stats",
+    "blocks compiling errors stats weak_cache",
 )
 #: Imports upwards that still are, each half of two parts that import each other.
 UPWARDS = {
@@ -125,8 +125,7 @@ def test_nodes_reach_the_library_by_relative_import_and_nothing_imports_tools() 
 BESIDE_KERNELS = (
     "sparge.kernels.",
     "sparge.errors.",
-    "sparge.common.compiling.",
-    "sparge.common.whole_file.",
+    "sparge.compiling.",
 )
 
 

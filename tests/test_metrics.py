@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from sparge.common.metrics import cosine, rel_l1, rel_l2
+from benchmarks.metrics import cosine, rel_l1, rel_l2
 
 
 def test_by_hand() -> None:

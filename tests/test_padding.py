@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import sparge
+from benchmarks.metrics import rel_l2
 from sparge import Precision, SparsePolicy, key_padding
-from sparge.common.metrics import rel_l2
-from sparge.common.weak_cache import WeakTensorCache
+from sparge.weak_cache import WeakTensorCache
 
 attention: Any = sparge.attention
 DENSE = SparsePolicy(topk=1.0, precision=Precision.SIXTEEN_BIT)

@@ -14,9 +14,9 @@ from torch.nn.functional import scaled_dot_product_attention
 import sparge
 from benchmarks.demo.device import timed
 from benchmarks.kept import kept_blocks
+from benchmarks.metrics import cosine, rel_l1, rel_l2
 from benchmarks.quality.dit import DenseRun
 from sparge.blocks import KEY_BLOCK, QUERY_BLOCK
-from sparge.common.metrics import cosine, rel_l1, rel_l2
 
 SHARES = (1.0, 0.5, 0.3, 0.2, 0.1)
 SHOWN_SHARE, SHOWN_HEADS = 0.3, 4

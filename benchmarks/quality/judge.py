@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from benchmarks import metrics
 from benchmarks.quality_data.layer import Layer
 from sparge.blocks import QUERY_BLOCK
-from sparge.common import metrics
 from sparge.order.grid import grid_order
 from sparge.reference import Quantized, quantize_qkv
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..common.compiling import is_traced_whole
+from ..compiling import is_traced_whole
 
 
 class StandIn:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..common.compiling import constant_in_graphs
+from ..compiling import constant_in_graphs
 from ..errors import KernelBuildError
 from . import driver, nvrtc
 from .spec import ARCHS

@@ -11,9 +11,8 @@ import os
 import time
 from pathlib import Path
 
-from ..common.whole_file import write_whole
 from .cubin import Cubin, check_image
-from .folder import make_folder, read_file
+from .folder import make_folder, read_file, write_whole
 from .spec import KernelSpec
 
 logger = logging.getLogger("sparge")

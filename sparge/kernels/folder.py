@@ -1,15 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The user's cache folder, and whether other users could put code of theirs into a folder."""
+"""The user's cache folder, files that appear whole in it, and whether other users could put code of
+theirs into a folder."""
 
 from __future__ import annotations
 
 import os
+import secrets
 import stat
 import sys
 from pathlib import Path
 
 #: Whatever the umask, only the owner writes.
 _MODE = 0o755
+_READABLE = 0o644
+#: End of the name of a file that is being written; what was killed leaves one behind.
+UNFINISHED = ".part"
+_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
 _READ = os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0)
 _WRITE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
@@ -112,6 +118,23 @@ def read_file(path: Path, largest: int, *, of_user: bool = True) -> bytes:
         if of_user and (why := distrust_file(status)):
             raise ValueError(why)
         return file.read()
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Writes a file that appears whole: a reader meets the old one or the new one, never half.
+
+    Nothing is left of what fails. Raises OSError where the folder cannot be written, and
+    PermissionError on Windows while somebody has `path` open.
+    """
+    beside = path.with_name(f"{path.name}.{secrets.token_hex(4)}{UNFINISHED}")
+    handle = os.open(beside, _NEW_FILE, _READABLE)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.replace(beside, path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
 
 
 def is_private(folder: Path) -> bool:

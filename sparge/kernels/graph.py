@@ -14,9 +14,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..common.whole_file import write_whole
 from .compile import NvrtcCompiler
-from .folder import cache_folder, is_private, make_folder
+from .folder import cache_folder, is_private, make_folder, write_whole
 from .source import Sources, read_sources
 from .spec import KernelSpec
 from .store import Store

@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ..common.whole_file import UNFINISHED
 from .entry import DAY
+from .folder import UNFINISHED
 
 UNUSED_DAYS = 60
 UNFINISHED_DAYS = 1

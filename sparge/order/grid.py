@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token grids: where each token of a video or an image lies, and orders of the tokens."""
+"""Token grids: where each token of a video or an image lies, and orders of the tokens.
+
+Kernels take an order's tensors as they lie, so orders are made here alone.
+"""
 
 from __future__ import annotations
 
-import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any
@@ -14,10 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..blocks import KEY_BLOCK, QUERY_BLOCK, block_count
-from ..checks.argument import check_tensor
-from . import copies as order_copies
-from .check import check_tensors
-from .recording import being_recorded
+from ..checks.argument import check_tensor, whole_number
+from ..compiling import being_recorded
 from .variants import VARIANTS, OrderKind, order_ranks, unmeasured_kind
 
 EMPTY = -1  # the token of a slot that holds none
@@ -45,14 +46,8 @@ class TokenGrid:
 
     def __post_init__(self) -> None:
         for part in fields(self):
-            value = getattr(self, part.name)
             least = 1 if part.name in ("frames", "height", "width") else 0
-            try:
-                whole = int(operator.index(value))  # NumPy's whole numbers too
-            except TypeError:
-                whole = least - 1
-            if whole < least:
-                raise ValueError(f"{part.name} is {value!r}; it takes a whole number from {least}.")
+            whole = whole_number(part.name, getattr(self, part.name), least)
             object.__setattr__(self, part.name, whole)
         if self.lead_frames > self.frames:
             raise ValueError(
@@ -116,16 +111,6 @@ class TokenOrder:
     _recorded: set[torch.device] = field(default_factory=set, init=False, repr=False)
     """Devices whose copies are never forgotten, because recorded calls read them in place."""
 
-    def __post_init__(self) -> None:
-        check_tensors(
-            {"slot_tokens": self.slot_tokens, "token_slots": self.token_slots},
-            {
-                "block_counts": self.block_counts,
-                "keys_exact": self.keys_exact,
-                "queries_exact": self.queries_exact,
-            },
-        )
-
     @property
     def slot_token(self) -> Tensor:
         """(slots,): the token in each slot of the first order."""
@@ -159,8 +144,7 @@ class TokenOrder:
     def on(self, device: torch.device | str) -> TokenOrder:
         """Copy of this order on `device`, made once: call it before attention is recorded.
 
-        The last few copies of all orders together are kept (`order_copies.KEPT`), and all that CUDA
-        graphs were captured with.
+        It lives as long as the order, or until `forget_copies`.
         """
         device = torch.device(device)
         if device == self.slot_tokens.device:
@@ -175,22 +159,15 @@ class TokenOrder:
                 self.queries_exact.to(device),
                 self.segments,
             )
-            if not torch.compiler.is_compiling():
-                order_copies.remember(self, device)
         if being_recorded(device):
             self._recorded.add(device)
-            order_copies.keep_for_good(self, device)
         return copy
-
-    def forget_copy(self, device: torch.device) -> None:
-        """Forgets the copy that `on` made there, if any."""
-        self._copies.pop(device, None)
 
     def forget_copies(self) -> None:
         """Forgets the copies that `on` made, but for recorded ones: orders are kept, and a device's
         memory is dear."""
         for device in self._copies.keys() - self._recorded:
-            self.forget_copy(device)
+            self._copies.pop(device, None)
 
     def of_kind(self, index: int) -> TokenOrder:
         """Order that keeps one of the token orders alone; copies nothing."""
@@ -267,7 +244,11 @@ def grid_order(grid: TokenGrid, variant: int = 0) -> TokenOrder:
     return _order_of_kinds(grid, tuple(OrderKind), variant)
 
 
-@lru_cache(maxsize=32 * VARIANTS)  # a run uses a grid a conditioning, a context window or two
+#: Grids whose orders are kept: a run has one a conditioning, a context window or two.
+_KEPT_GRIDS = 8
+
+
+@lru_cache(maxsize=_KEPT_GRIDS * VARIANTS)
 def _order_of_kinds(
     grid: TokenGrid, order_kinds: tuple[OrderKind, ...], variant: int
 ) -> TokenOrder:
@@ -350,3 +331,28 @@ def _real_tensor(array: NDArray[Any]) -> Tensor:
     """Tensor on the CPU, of the array's type. `torch.from_numpy` makes a fake one in a
     `FakeTensorMode`, which the next caller would be given."""
     return torch.from_dlpack(array)
+
+
+def dealt_places(parts: Sequence[int], ranks: int) -> Tensor:
+    """(tokens,) int64: the token of the whole sequence that stands at each place of what a rank
+    sees, where an engine deals each part by itself: text 0, picture 0, text 1, picture 1, ...
+
+    parts: numbers of tokens of the parts of the sequence in their order, such as (512, 4096) for
+        text and picture; an engine that deals the sequence as one has one.
+    ranks: number of ranks that share the sequence. Where it does not divide a part, the first ones
+        get a token more, as `torch.tensor_split` has it.
+    """
+    shares = [part.tensor_split(ranks) for part in torch.arange(sum(parts)).split(list(parts))]
+    return torch.cat([share for of_rank in zip(*shares, strict=True) for share in of_rank])
+
+
+def order_as_dealt(order: TokenOrder, grid: TokenGrid, ranks: int) -> TokenOrder:
+    """Order of a grid as ranks see its tokens; of one rank, the order itself. Diffusers deals the
+    text before the grid, the grid with its tail, and the text after it, each by itself."""
+    return order if ranks == 1 else _as_dealt(order, grid, ranks)
+
+
+@lru_cache(maxsize=_KEPT_GRIDS * VARIANTS)  # the very object each time, which has copies on devices
+def _as_dealt(order: TokenOrder, grid: TokenGrid, ranks: int) -> TokenOrder:
+    parts = grid.prefix, grid.tokens - grid.prefix - grid.suffix, grid.suffix
+    return order.taken_from(dealt_places(parts, ranks))

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..common.partial import Partial, finite
 from ..kernels.spec import Element
 from .fixed_exp2 import fixed_exp2, is_fixed
+from .partial import Partial, finite
 
 E4M3_MAX = 448.0
 INT8_MAX = 127.0

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..blocks import KEY_BLOCK, QUERY_BLOCK
-from ..common.partial import NO_LOGIT, Partial, finite
 from ..policy import PV_FILTER_OFF, PerHead
 from .arithmetic import ARITHMETIC, LOG2_E, PORTABLE_SOFTMAX, OnlineSoftmax, Values
+from .partial import NO_LOGIT, Partial, finite
 from .pooled import Pool, with_output_scale
 from .quantized import Quantized, blocked
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..blocks import QUERY_BLOCK
-from ..common.partial import NO_LOGIT, Partial, finite
 from ..policy import PerHead
 from .arithmetic import E4M3_MAX, INT8_MAX, Values
+from .partial import NO_LOGIT, Partial, finite
 from .quantize import stored
 from .quantized import Quantized, by_query_head
 

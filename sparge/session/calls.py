@@ -15,15 +15,16 @@ import torch
 from torch import Tensor
 
 from ..attention import attention
-from ..checks.padding import CAPTURED, as_rows, is_captured, key_padding
 from ..checks.validate import as_heads_first
-from ..common.torch_attention import exact_attention
-from ..common.weak_cache import WeakTensorCache
+from ..compiling import being_recorded
 from ..errors import Unsupported
 from ..head_settings import HeadSettings
 from ..order.grid import TokenGrid, TokenOrder
+from ..padding import CAPTURED, as_rows, key_padding
 from ..policy import EIGHT_BIT_DENSE, SparsePolicy
 from ..stats import AttentionStats
+from ..torch_attention import exact_attention
+from ..weak_cache import WeakTensorCache
 from .settings import Settings
 from .tokens import TokenLayout
 
@@ -402,7 +403,7 @@ class ReadMasks:
     def real_tokens(self, mask: Tensor) -> RealTokens | str | None:
         """Real tokens of a call with this mask: None where all tokens are, or why the call stays
         dense. mask: (N), or with dimensions in front of it for batch entries, heads and queries."""
-        if is_captured(mask):
+        if being_recorded(mask.device):
             return CAPTURED
         row = self._rows.get(mask)
         if row is None:

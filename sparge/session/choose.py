@@ -199,7 +199,7 @@ class StepSettings:
     def __init__(self, whole: HeadSettings, policy: SparsePolicy, heads: int) -> None:
         """whole: of the heads of all layers. heads: of a layer."""
         self._whole, self._policy, self._heads = whole, policy, heads
-        self._table = whole.table(policy, hold=True)  # single ones take seven launches a layer
+        self._table = whole.table(policy)  # single ones take seven launches a layer
         self._made: dict[int, HeadSettings] = {}
 
     def of_layer(self, layer: int) -> HeadSettings:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..call import make_call
-from ..order.recording import being_recorded
+from ..compiling import being_recorded
 from ..policy import EIGHT_BIT_DENSE
 from ..stages import pipeline
 from ..stages.launch import raw_stream

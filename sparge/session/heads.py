@@ -23,8 +23,7 @@ from torch import Tensor
 
 from ..errors import Unsupported
 from ..head_settings import HeadSettings
-from ..order.grid import EMPTY, TokenGrid, TokenOrder, grid_order, raster_order
-from ..order.places import order_as_dealt
+from ..order.grid import EMPTY, TokenGrid, TokenOrder, grid_order, order_as_dealt, raster_order
 from ..order.variants import VARIANTS, OrderKind
 from ..policy import SparsePolicy
 from .calls import Call, Untracked

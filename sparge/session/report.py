@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..order.recording import being_recorded
+from ..compiling import being_recorded
 from ..order.variants import OrderKind
 from ..stats import AttentionStats
 from ..stats import Counter as Pairs

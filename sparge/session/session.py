@@ -30,14 +30,12 @@ from torch import Tensor
 
 from ..checks.argument import check_kind, whole_number
 from ..checks.validate import check_inference
-from ..common.compiling import untraced
-from ..common.failures import MEANT_FOR_HOST, Failures
-from ..errors import KernelBuildError, Unsupported
+from ..compiling import untraced
+from ..errors import MEANT_FOR_HOST, Failures, KernelBuildError, Unsupported
 from ..head_settings import HeadSettings
 from ..kernels import capabilities
 from ..kernels.warmup import KERNEL_DID_NOT_COMPILE
-from ..order.grid import TokenOrder, unmeasured_order
-from ..order.places import order_as_dealt
+from ..order.grid import TokenOrder, order_as_dealt, unmeasured_order
 from ..order.variants import VARIANTS
 from ..policy import SparsePolicy
 from .calls import (

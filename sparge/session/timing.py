@@ -27,20 +27,26 @@ from torch import Tensor
 
 from ..attention import attention
 from ..blocks import KEY_BLOCK
-from ..common.torch_attention import exact_attention
-from ..common.whole_file import write_whole
+from ..compiling import being_recorded
 from ..errors import Unsupported
 from ..head_settings import HeadSettings, Router
 from ..kernels.device import capabilities
 from ..kernels.driver import driver_version
-from ..kernels.folder import cache_folder, distrust, make_folder, read_file, why_none
+from ..kernels.folder import (
+    cache_folder,
+    distrust,
+    make_folder,
+    read_file,
+    why_none,
+    write_whole,
+)
 from ..kernels.source import read_sources
 from ..kernels.store import entry_stem
 from ..kernels.warmup import eight_bit_specs
 from ..order.grid import TokenGrid, grid_order, raster_order
-from ..order.recording import being_recorded
 from ..policy import EIGHT_BIT_DENSE, SparsePolicy
 from ..stages.as_written import as_written
+from ..torch_attention import exact_attention
 from .calls import Call
 from .candidates import Candidates
 from .measure import MeasuredCall, measure

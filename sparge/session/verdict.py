@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import textwrap
 
-from ..common.compiling import has_been_traced
+from ..compiling import has_been_traced
 from .heads import MEASURING
 from .report import Report, Why, percent
 

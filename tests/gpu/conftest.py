@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.metrics import rel_l2
 from sparge import SparsePolicy
-from sparge.common.metrics import rel_l2
 from sparge.kernels import Element, KernelSpec, capabilities
 from sparge.kernels.params import HOPPER_ATTEND, HOPPER_ATTEND_16
 from sparge.kernels.spec import HOPPER_ENTRIES, AttendPath, all_specs

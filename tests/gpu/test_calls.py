@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import sparge
+from benchmarks.metrics import rel_l2
 from sparge import AttentionStats, HeadSettings, Precision, SparsePolicy, key_padding
-from sparge.common.metrics import rel_l2
 from tests.gpu.conftest import Kernels, every_kernel, no_waits
 from tests.test_causal import assert_same_rows, dense, visible
 

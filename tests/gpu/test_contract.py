@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import sparge
 from benchmarks.kept import kept_blocks
+from benchmarks.metrics import rel_l2
 from sparge import (
     AttentionStats,
     HeadSettings,
@@ -28,10 +29,7 @@ from sparge import (
     reference,
 )
 from sparge.blocks import KEY_BLOCK, QUERY_BLOCK
-from sparge.common.metrics import rel_l2
-from sparge.head_settings import KEPT_TABLES
 from sparge.kernels import Element, KernelSpec, capabilities, native_element
-from sparge.order import copies as order_copies
 from sparge.stages.rules import NO_ORDER, AttendRules, QuantizeRules, RouteRules, Select
 from sparge.stats import Counter
 from sparge.tune import Measurement, Workload, kernel_measure
@@ -229,10 +227,10 @@ def test_cuda_graph_keeps_its_table_and_its_order(qkv: Operands) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = call()
-    others = [grid_order(replace(GRID, width=20 + n)) for n in range(4 * order_copies.KEPT)]
+    others = [grid_order(replace(GRID, width=20 + n)) for n in range(48)]
     for other in others:
         other.on("cuda:0")
-    for index in range(4 * KEPT_TABLES):
+    for index in range(64):
         settings.table(SparsePolicy(pvthreshd=10.0 + index))
     order.forget_copies()
     torch.cuda.empty_cache()

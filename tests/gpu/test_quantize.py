@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.metrics import rel_l2
 from sparge import reference
 from sparge.blocks import KEY_BLOCK
-from sparge.common.metrics import rel_l2
 from sparge.kernels import Element, capabilities
 from sparge.reference.quantize import sampled_mean
 from sparge.stages import key_mean

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from tests.tune.reference_score import score_by_reference
 from torch import Tensor
 
 from sparge import Unsupported
@@ -18,7 +19,6 @@ from sparge.stages.launch import find_kernel
 from sparge.stages.score import shared_bytes
 from sparge.stages.workspace import CallShape, layout_of
 from sparge.tune.scoring import Distances
-from tests.tune.reference_score import score_by_reference
 
 pytestmark = pytest.mark.gpu
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import sparge
-from sparge.common.metrics import rel_l2
+from benchmarks.metrics import rel_l2
 from tests.gpu.conftest import no_waits
 
 pytestmark = pytest.mark.gpu

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from benchmarks.inputs import draw
 from benchmarks.kept import kept_blocks
+from benchmarks.metrics import rel_l2
 from benchmarks.shapes import Shape
 from sparge import SparsePolicy, TokenGrid, reference
 from sparge.attention import attention
 from sparge.blocks import KEY_BLOCK
-from sparge.common.metrics import rel_l2
 from sparge.kernels import Element
 from sparge.kernels.spec import HEAD_DIMS
 from sparge.reference.arithmetic import E4M3_MAX, UINT8_MAX, OnlineSoftmax

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.tiny_models.texts import make_text_model
-from sparge.common import compiling
+from sparge import compiling
 
 Make = Callable[..., Any]
 

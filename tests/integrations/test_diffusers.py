@@ -21,10 +21,10 @@ pytest.importorskip("transformers", reason=REASON)
 
 
 import sparge
+from benchmarks.metrics import rel_l2
 from benchmarks.tiny_models import pipelines
 from benchmarks.tiny_models.adapted import adapt
 from benchmarks.tiny_models.pipelines import ALL, TEXT, drawn
-from sparge.common.metrics import rel_l2
 from sparge.integrations.diffusers import enable
 from sparge.integrations.diffusers.rows import ROWS
 from sparge.session import MASK, Exact, Pass, Session

@@ -15,9 +15,9 @@ pytest.importorskip("diffusers", reason=REASON)
 
 from diffusers.models import attention_dispatch as dispatch
 
+from benchmarks.metrics import rel_l2
 from benchmarks.tiny_models import pipelines
 from sparge import SparsePolicy, Unsupported
-from sparge.common.metrics import rel_l2
 from sparge.integrations.diffusers import register_backend
 
 pytestmark = pytest.mark.usefixtures("reference_allowed")

@@ -19,8 +19,8 @@ from tests.integrations.needed import REASON
 
 pytest.importorskip("diffusers", reason=REASON)
 
+from benchmarks.metrics import rel_l2
 from benchmarks.tiny_models.pipelines import drawn, flow
-from sparge.common.metrics import rel_l2
 from sparge.integrations.diffusers import enable
 from sparge.session import MASK
 

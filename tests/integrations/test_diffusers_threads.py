@@ -18,8 +18,8 @@ from tests.integrations.needed import REASON
 pytest.importorskip("diffusers", reason=REASON)
 pytest.importorskip("transformers", reason=REASON)
 
+from benchmarks.metrics import rel_l2
 from benchmarks.tiny_models.pipelines import ALL, drawn, flow
-from sparge.common.metrics import rel_l2
 from sparge.integrations.diffusers import Handle, enable
 
 pytestmark = pytest.mark.usefixtures("reference_allowed", "no_mode_left")

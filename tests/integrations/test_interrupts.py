@@ -20,7 +20,7 @@ pytest.importorskip("diffusers", reason=REASON)
 pytest.importorskip("transformers", reason=REASON)
 
 from benchmarks.tiny_models.pipelines import ALL, Tiny
-from sparge.common.compiling import untraced
+from sparge.compiling import untraced
 from sparge.integrations.diffusers import enable
 from sparge.integrations.diffusers.forward import Forward
 from sparge.integrations.diffusers.handle import Handle

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparge.common.metrics import rel_l2
+from benchmarks.metrics import rel_l2
 from tests.integrations import two_ranks
 
 #: What sums in another order may differ by on a GPU; on the CPU the bits are the same.

@@ -13,10 +13,9 @@ from torch import Tensor
 from torch.nn import functional
 
 import sparge
-from sparge.checks import padding
-from sparge.common import weak_cache
-from sparge.common.metrics import rel_l2
-from sparge.common.torch_attention import exact_attention
+from benchmarks.metrics import rel_l2
+from sparge import padding, weak_cache
+from sparge.torch_attention import exact_attention
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -118,7 +117,7 @@ def test_two_dimensions_are_queries_and_keys_to_torch() -> None:
 
 def test_masks_that_nobody_can_read_while_a_cuda_graph_is_captured(make_qkv, monkeypatch) -> None:
     """A row of bools is read by the graph, whenever it runs."""
-    monkeypatch.setattr(padding, "is_captured", lambda tensor: True)
+    monkeypatch.setattr(padding, "being_recorded", lambda device: True)
     q, k, v = make_qkv(2, 4, TOKENS)
     with sparge.sdpa(WHOLE, 128) as stats:
         functional.scaled_dot_product_attention(q, k, v, REAL[:, None, None])

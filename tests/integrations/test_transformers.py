@@ -14,8 +14,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sparge
+from benchmarks.metrics import rel_l2
 from benchmarks.tiny_models.texts import SIZES, Run, forward, in_parts
-from sparge.common.metrics import rel_l2
 
 transformers: Any = pytest.importorskip("transformers", "5.24", reason="needs transformers 5.24")
 from sparge.integrations.transformers import enable  # noqa: E402
@@ -207,7 +207,8 @@ def test_what_reads_the_mask_reads_the_real_one(make_model, ids: Tensor) -> None
 def test_a_mask_that_nobody_can_read_while_a_cuda_graph_is_captured(
     make_model, ids: Tensor, monkeypatch
 ) -> None:
-    monkeypatch.setattr("sparge.integrations.transformers.causal_mask.is_captured", lambda x: True)
+    patched = "sparge.integrations.transformers.causal_mask.being_recorded"
+    monkeypatch.setattr(patched, lambda device: True)
     model = make_model()
     own = model(ids, attention_mask=LEFT).logits
     sparse = enable(model, WHOLE, LEAST)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import sparge
-from sparge.checks import torch_call
+from sparge import torch_attention
 from sparge.kernels import DriverError
 from sparge.kernels.warmup import KERNEL_DID_NOT_COMPILE, KERNEL_DID_NOT_LOAD
 from tests.integrations.needed import REASON
@@ -37,7 +37,7 @@ def reason(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
         raise ERRORS[request.param]
 
     monkeypatch.setattr(sys.modules["sparge.attention"], "run", run)
-    monkeypatch.setattr(torch_call, "_given_up", {})
+    monkeypatch.setattr(torch_attention, "_given_up", {})
     return request.param
 
 

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from sparge.common.whole_file import UNFINISHED
 from sparge.kernels.entry import DAY, read_entry, write_entry
-from sparge.kernels.folder import cache_folder
+from sparge.kernels.folder import UNFINISHED, cache_folder
 from sparge.kernels.source import read_sources
 from sparge.kernels.spec import KernelSpec
 from sparge.kernels.store import Store, entry_stem

@@ -172,7 +172,7 @@ def test_a_mask_that_each_layer_and_step_fills_anew_is_read_anew(run, qkv, write
 def test_one_look_at_a_mask_in_a_pass_and_none_before_the_window(load_pack, run, qkv, monkeypatch):
     """Of a mask whose changes show, as of one on a GPU."""
     module, looks, mask = load_pack("sparge.session.calls"), [], padding()
-    read, changes = module._read, load_pack("sparge.common.weak_cache")
+    read, changes = module._read, load_pack("sparge.weak_cache")
     monkeypatch.setattr(module, "_read", lambda mask: (looks.append(1), read(mask))[1])
     monkeypatch.setattr(changes, "shows_changes", lambda tensor: True)
 
@@ -186,7 +186,7 @@ def test_one_look_at_a_mask_in_a_pass_and_none_before_the_window(load_pack, run,
 
 def test_masked_calls_stay_dense_while_a_cuda_graph_is_captured(load_pack, run, qkv, monkeypatch):
     module = load_pack("sparge.session.calls")
-    monkeypatch.setattr(module, "is_captured", lambda tensor: True)
+    monkeypatch.setattr(module, "being_recorded", lambda device: True)
     got = run(padding())
     assert got.counts.sparse == 0 and got.counts.reasons == {module.CAPTURED: 1}
     assert torch.equal(got.given[0], masked(qkv, padding()))

@@ -79,7 +79,7 @@ def test_steps_take_the_orders_in_turn(load_pack, steps_of, mode):
 
 
 def test_manual_mode_takes_rows_between_cubes(load_pack, steps_of):
-    order = load_pack("sparge.order")
+    order = load_pack("sparge.order.grid")
     grid = order.TokenGrid(*GRID)
     third, first, second, *_ = orders_of(steps_of(SIX_SPARSE)[0])  # two were dense
     assert third is order.cube_order(grid, 2)

@@ -25,7 +25,7 @@ def told(load_pack, sampled, monkeypatch):
     """told(step, sigmas, ...): a run and the words of its picture. step is given attend(queries,
     keys) for calls over so many tokens. sound: tokens of what is sampled beside the clip."""
     # The process remembers a graph that another test had traced whole.
-    monkeypatch.setattr(load_pack("sparge.common.compiling"), "_traced", set())
+    monkeypatch.setattr(load_pack("sparge.compiling"), "_traced", set())
     picture, words = load_pack("nodes.picture"), []
     write = picture.write
     monkeypatch.setattr(

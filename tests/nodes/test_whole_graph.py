@@ -21,7 +21,7 @@ def run(load_pack, sampled, generator, monkeypatch):
     """run(...): a run of three steps, with a model of one call that is compiled or not,
     and the exact result."""
     torch._dynamo.reset()
-    monkeypatch.setattr(load_pack("sparge.common.compiling"), "_traced", set())
+    monkeypatch.setattr(load_pack("sparge.compiling"), "_traced", set())
     q = torch.randn(1, TOKENS, HEADS * 64, generator=generator)
 
     def model(x, options):

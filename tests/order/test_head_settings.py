@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from sparge import SparsePolicy
-from sparge import head_settings as settings_module
-from sparge.head_settings import KEPT_TABLES, HeadSettings, Router
+from sparge.head_settings import HeadSettings, Router
 from sparge.session.choose import StepSettings
 from sparge.stages.thresholds import COLUMNS, SELECTION
 
@@ -66,34 +65,16 @@ def test_each_value_has_its_own_column_and_settings_made_from_others_their_own_t
     assert settings.table(policy) is table and table[:, SELECTION].tolist() == [0.25, 0.5]
 
 
-def policies(count: int) -> list[SparsePolicy]:
-    return [SparsePolicy(simthreshd1=index / count) for index in range(count)]
-
-
-@pytest.mark.parametrize("recorded", [False, True])
-def test_the_tables_asked_for_last_and_recorded_are_kept(recorded: bool, monkeypatch) -> None:
+def test_tables_are_made_once_and_layers_share_that_of_all() -> None:
     """Recorded calls read theirs where it lies, whatever is asked for later."""
-    settings, usual = HeadSettings.uniform(2, 0.5), SparsePolicy(pvthreshd=7.0)
-    table = settings.table(usual)
-    if recorded:
-        monkeypatch.setattr(settings_module, "being_recorded", lambda device: True)
-        settings.table(usual)
-        monkeypatch.undo()
-    for policy in policies(5 * KEPT_TABLES):
-        settings.table(policy)
-        assert recorded or settings.table(usual) is table, "it is asked for all the time"
-    assert settings.table(usual) is table
-    assert len(settings._tables) == KEPT_TABLES + recorded
-
-
-def test_settings_of_layers_go_on_sharing_their_table() -> None:
     policy, of_all = SparsePolicy(), HeadSettings.uniform(4, 0.5)
     step = StepSettings(of_all, policy, heads=2)
     layers = step.of_layer(0), step.of_layer(1)
     for each in (of_all, *layers):
-        for other in policies(2 * KEPT_TABLES):
-            each.table(other)
+        for other in range(40):
+            each.table(SparsePolicy(simthreshd1=other / 40))
     table = of_all.table(policy)
+    assert table is of_all.table(policy)
     for layer, heads in zip(layers, (slice(2), slice(2, 4)), strict=True):
         assert layer.table(policy).data_ptr() == table[heads].data_ptr()
 

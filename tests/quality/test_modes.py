@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.metrics import rel_l2
 from benchmarks.quality.judge import Call
 from benchmarks.quality.modes import BY_NAME, MODES, Mode, attention, order_of, share_for
 from sparge.blocks import KEY_BLOCK, QUERY_BLOCK
-from sparge.common.metrics import rel_l2
 from sparge.head_settings import HeadSettings
 from sparge.reference import exact_attention, route
 

@@ -11,8 +11,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.inputs import draw
+from benchmarks.metrics import rel_l1
 from benchmarks.shapes import Shape
-from sparge.common.metrics import rel_l1
 from sparge.head_settings import HeadSettings, Router
 from sparge.kernels.spec import Element
 from sparge.order.grid import TokenGrid, cube_order

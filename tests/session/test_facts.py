@@ -307,8 +307,8 @@ def test_a_mask_is_read_once_where_its_changes_show(monkeypatch) -> None:
         mask.zero_()[..., hidden] = torch.finfo().min
         assert masks.real_tokens(mask).rest.tolist() == [[hidden]], "NumPy may have written it"
     assert len(reads) == 3
-    monkeypatch.setattr("sparge.common.weak_cache.shows_changes", lambda tensor: True)
+    monkeypatch.setattr("sparge.weak_cache.shows_changes", lambda tensor: True)
     first = masks.real_tokens(mask)
     assert masks.real_tokens(mask) is first and len(reads) == 4
-    monkeypatch.setattr(module, "is_captured", lambda tensor: True)
+    monkeypatch.setattr(module, "being_recorded", lambda device: True)
     assert masks.real_tokens(mask) == CAPTURED

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from benchmarks.metrics import rel_l2
 from sparge import TokenGrid, Unsupported
-from sparge.common.metrics import rel_l2
 from sparge.session import FAILED, Aim, Pass, Session, Settings, SigmaWindow, Step, TokenLayout
 from sparge.session import heads as module
 from sparge.session.choose import Curves

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from benchmarks.metrics import rel_l2
 from sparge import SparsePolicy, TokenGrid, Unsupported
-from sparge.common.metrics import rel_l2
-from sparge.order.places import dealt_places
+from sparge.order.grid import dealt_places
 from sparge.session import (
     FAILED,
     MASK,

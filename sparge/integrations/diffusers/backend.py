@@ -18,6 +18,7 @@ from ...call_stats import CallStats
 from ...errors import Unsupported
 from ...policy import SparsePolicy
 from ...sdpa import MIN_TOKENS, Substitute
+from ...torch_attention import TorchCall
 
 NAME = "sparge"
 SHARED = (
@@ -66,7 +67,7 @@ def register_backend(policy: SparsePolicy | None = None, min_tokens: int = MIN_T
         if mask is not None and mask.shape == (query.shape[0], key.shape[1]):
             mask = mask[:, None, None]  # a flag for each key, as "native" takes it
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        out = serve(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa)
+        out = serve(TorchCall(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa))
         if out is None:
             options = {"scale": scale, "enable_gqa": enable_gqa}
             return native(query, key, value, attn_mask, dropout_p, is_causal, **options)

@@ -10,9 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ...checks.torch_call import TorchCall, as_autocast
-from ...common.torch_attention import TORCH_ATTENTION
 from ...session import Dense, Kind, Layer, Pass
+from ...torch_attention import TORCH_ATTENTION, TorchCall, as_autocast
 from .call import SdpaCall
 
 BESIDE_BLOCKS = "attention beside the model's blocks"

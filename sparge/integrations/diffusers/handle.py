@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...common.compiling import has_been_traced
-from ...common.failures import MEANT_FOR_HOST, Failures
+from ...compiling import has_been_traced
+from ...errors import MEANT_FOR_HOST, Failures
 from ...kernels import capabilities
 from ...kernels.warmup import warm_up
 from ...session import (

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ...common.compiling import is_traced_whole, untraced
+from ...compiling import is_traced_whole, untraced
 from ...sdpa import AttentionMode
 from ..stand_in import StandIn
 from .forward import Forward

@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ...common.weak_cache import WeakTensorCache
 from ...session import TextPosition
+from ...weak_cache import WeakTensorCache
 
 Size = tuple[int, int, int]
 

@@ -17,9 +17,9 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 
 from ...attention import attention
 from ...call_stats import CallStats, count_exact
-from ...checks.torch_call import as_autocast, why_exact
 from ...errors import Unsupported
 from ...sdpa import Substitute
+from ...torch_attention import TorchCall, as_autocast, why_exact
 from .causal_mask import CausalMask, Prefill, prefill
 
 #: Attention (B, N, H, D) and weights, which only "eager" gives.
@@ -148,9 +148,8 @@ class Functions:
         else:
             causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
             causal = causal and attention_mask is None and query.shape[2] > 1
-            out = self.substitute.sparse(
-                query, key, value, attention_mask, dropout, causal, scaling, True
-            )
+            call = (query, key, value, attention_mask, dropout, causal, scaling, True)
+            out = self.substitute.sparse(TorchCall(*call))
             out = None if out is None else out.transpose(1, 2)
         if out is not None:
             return out, None
@@ -175,7 +174,8 @@ class Functions:
     ) -> Tensor | None:
         """(B, Nq, H, D) of a plain causal call, zeros for padding; None where it stays exact."""
         key, value = key[:, :, : seen.tokens], value[:, :, : seen.tokens]
-        why = why_exact(query, key, value, None, dropout, True, True, self.substitute.min_tokens)
+        call = TorchCall(query, key, value, None, dropout, is_causal=True, enable_gqa=True)
+        why = why_exact(call, self.substitute.min_tokens)
         if why:
             count_exact(self.stats, why)
             return None

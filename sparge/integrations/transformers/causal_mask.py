@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from ...checks.padding import is_captured
+from ...compiling import being_recorded
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def prefill(
     them, or nobody can read it, as a fake tensor, or while a CUDA graph is captured. Waits for the
     device once."""
     given = [x for x in (before, real_tokens) if isinstance(x, Tensor)]
-    if any(type(x) is not Tensor or is_captured(x) for x in given):
+    if any(type(x) is not Tensor or being_recorded(x.device) for x in given):
         return None
     before = int(before)
     if real_tokens is None:

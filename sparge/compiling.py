@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions that torch.compile does not trace, and graphs of the whole model, which leave nothing
-of it out (fullgraph=True).
+"""Functions that torch.compile does not trace, graphs of the whole model, which leave nothing of it
+out (fullgraph=True), and CUDA graphs.
 
 What a session does in a call depends on the step and on what was measured, so it is no part of a
 graph: elsewhere torch.compile leaves it out. With fullgraph it may not, and ends the run instead.
@@ -67,3 +67,12 @@ def _no_break_allowed() -> bool:
     if found:
         _traced.add("whole")
     return found
+
+
+def being_recorded(device: torch.device) -> bool:
+    """Whether a CUDA graph is captured on the current stream: what recorded calls read must stay in
+    place, and nobody can read a tensor. False for other devices, and while `torch.compile` traces,
+    which fetches what is kept anew in every call."""
+    if device.type != "cuda" or torch.compiler.is_compiling():
+        return False
+    return torch.cuda.is_current_stream_capturing()

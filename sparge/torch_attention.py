@@ -1,23 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of `scaled_dot_product_attention` that only PyTorch's own serves, and why.
+"""PyTorch's own attention, wherever something of ours stands in its place, and why only it serves a
+call.
 
-What is said here is what `sparge.attention` does not say itself: it would take some of these calls
-in another meaning.
+This module is imported with the library, so a name in `torch.nn.functional` that is replaced later
+changes nothing here. Reasons are those that `sparge.attention` does not give itself: it would take
+some of these calls in another meaning.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
-from ..errors import KernelBuildError
-from ..kernels import DriverError, capabilities
-from ..kernels.warmup import KERNEL_DID_NOT_COMPILE, KERNEL_DID_NOT_LOAD
+from .errors import KernelBuildError
+from .kernels import DriverError, capabilities
+from .kernels.warmup import KERNEL_DID_NOT_COMPILE, KERNEL_DID_NOT_LOAD
 
 logger = logging.getLogger("sparge")
+
+#: Function that `torch.nn.functional` had when the library was imported.
+TORCH_ATTENTION = scaled_dot_product_attention
+
+
+def exact_attention(*arguments: Any, **named: Any) -> Tensor:
+    """Result of `scaled_dot_product_attention`, also inside `sparge.sdpa`, which would catch the
+    call of a model."""
+    with torch._C.DisableTorchFunction():
+        return TORCH_ATTENTION(*arguments, **named)
 
 
 class TorchCall(NamedTuple):
@@ -42,18 +55,10 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 NOT_BY_HEAD = "q, k and v are not (batch, heads, tokens, head_dim)"
 
 
-def why_exact(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    enable_gqa: bool,
-    min_tokens: int,
-) -> str:
+def why_exact(call: TorchCall, min_tokens: int) -> str:
     """Reason why a call is not for sparse attention; empty where nothing speaks against it."""
-    qkv = (query, key, value)
+    query, key, _, attn_mask, dropout_p, is_causal, *_ = call
+    qkv = call[:3]
     given = qkv if attn_mask is None else (*qkv, attn_mask)
     if any(type(x) not in _PLAIN or x.is_nested for x in given):
         return "tensors of a class of their own, or nested ones"
@@ -65,7 +70,7 @@ def why_exact(
         return "dropout"
     if torch.is_grad_enabled() and any(x.requires_grad for x in given):
         return "gradients are wanted: sparse attention has no backward pass, so use torch.no_grad()"
-    if query.shape[1] != key.shape[1] and not enable_gqa:
+    if query.shape[1] != key.shape[1] and not call.enable_gqa:
         return "fewer heads of keys without enable_gqa"
     read_as = _dtype(query)
     if any(_dtype(x) != read_as or x.device != query.device for x in qkv):
@@ -96,9 +101,8 @@ def _why_mask_is_torchs(query: Tensor, key: Tensor, mask: Tensor, is_causal: boo
     if mask.dtype != torch.bool and not added:
         return "a mask that is neither bool, float32 nor of q's dtype"
     sizes = (*query.shape[:3], key.shape[2])[4 - mask.dim() :]
-    if not 2 <= mask.dim() <= 4 or mask.shape[-1] != key.shape[2]:
-        return "a mask of another shape than (batch, heads, queries, keys)"
-    if any(own not in (1, size) for own, size in zip(mask.shape, sizes, strict=True)):
+    fits = 2 <= mask.dim() <= 4 and mask.shape[-1] == key.shape[2]
+    if not fits or any(x not in (1, size) for x, size in zip(mask.shape, sizes, strict=True)):
         return "a mask of another shape than (batch, heads, queries, keys)"
     return ""
 

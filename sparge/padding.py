@@ -13,10 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..common.weak_cache import WeakTensorCache
-from ..errors import Unsupported
-from .argument import check_tensor
-from .validate import as_heads_first
+from .checks.argument import check_tensor
+from .checks.validate import as_heads_first
+from .compiling import being_recorded
+from .errors import Unsupported
+from .weak_cache import WeakTensorCache
 
 #: Additive mask values at or below this hide a key: no logit makes up for it.
 HIDDEN = -1e4
@@ -113,7 +114,7 @@ _torch_paddings: WeakTensorCache[KeyPadding | str] = WeakTensorCache(_KEPT)
 
 
 def _known(mask: Tensor, rows: Tensor, cache: WeakTensorCache[KeyPadding | str]) -> KeyPadding:
-    if is_captured(mask):
+    if being_recorded(mask.device):
         raise Unsupported(CAPTURED)
     found = cache.get(mask)
     if found is None:
@@ -121,11 +122,6 @@ def _known(mask: Tensor, rows: Tensor, cache: WeakTensorCache[KeyPadding | str])
     if isinstance(found, str):
         raise Unsupported(found)
     return found
-
-
-def is_captured(tensor: Tensor) -> bool:
-    """Whether a CUDA graph is captured, so that nobody can read a tensor."""
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _read(mask: Tensor) -> KeyPadding | str:
