@@ -3,14 +3,24 @@
 measured again; each call is served sparse, or dense with a reason; a report tells what came of it.
 """
 
-from .calls import MASK, Call, CallFacts, DenseOnce, GivenCall, Kind, Untracked
+from .calls import MASK, Call, CallFacts, Dense, DenseOnce, GivenCall, Kind, Untracked
 from .heads import FAILED
 from .report import PLAIN, Report, Why, Words
-from .schedule import Aim, Progress, SigmaWindow, Step
-from .session import Dense, Pass, Session
-from .settings import AUTO_BUDGET, AUTO_QUALITY, MANUAL, MODES, QUALITIES, LayerSpans, Settings
+from .schedule import (
+    AUTO_BUDGET,
+    AUTO_QUALITY,
+    MANUAL,
+    MODES,
+    QUALITIES,
+    Aim,
+    Progress,
+    Settings,
+    SigmaWindow,
+    Step,
+)
+from .session import Pass, Session
 from .timing import TORCH, Exact, unusable_reason
-from .tokens import UNNUMBERED, Layer, TextPosition, TokenLayout
+from .tokens import UNNUMBERED, Layer, LayerSpans, TextPosition, TokenLayout
 from .verdict import details, short_lines, summary, verdict
 
 __all__ = [

@@ -143,7 +143,7 @@ class Curves:
             low, high = torch.where(is_cheap, low, middle), torch.where(is_cheap, middle, high)
         return at(high), at(low)
 
-    def settings(self, chosen: Tensor) -> Settings:
+    def settings(self, chosen: Tensor) -> ChosenSettings:
         """Settings of the heads that were chosen, (steps, heads)."""
         densities = len(self.candidates.kept)
         which = _of(self.which.flatten(1), chosen)
@@ -152,7 +152,7 @@ class Curves:
         shape = len(chosen), len(self.known), -1
         error = _of(self.error.flatten(1), chosen)
         on_device = weights.to(chosen.device, non_blocking=True)
-        return Settings(
+        return ChosenSettings(
             self.candidates.asked[density].view(shape),
             on_device[which % len(POOL_WEIGHTS)].view(shape),
             (which // len(POOL_WEIGHTS)).int().view(shape),
@@ -164,7 +164,7 @@ class Curves:
 
 
 @dataclass(frozen=True, eq=False)
-class Settings:
+class ChosenSettings:
     """Settings of the heads of all measured layers in some steps: (steps, layers, heads), on their
     device."""
 

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import math
 import sys
+import threading
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,12 +25,20 @@ from torch import Tensor
 
 from ..errors import Unsupported
 from ..head_settings import HeadSettings
-from ..order.grid import EMPTY, TokenGrid, TokenOrder, grid_order, order_as_dealt, raster_order
+from ..order.grid import (
+    EMPTY,
+    TokenGrid,
+    TokenOrder,
+    grid_order,
+    order_as_dealt,
+    raster_order,
+    unmeasured_order,
+)
 from ..order.variants import VARIANTS, OrderKind
 from ..policy import SparsePolicy
 from .calls import Call, Untracked
 from .candidates import Candidates
-from .choose import Curves, Settings, StepSettings
+from .choose import ChosenSettings, Curves, StepSettings
 from .measure import Measured, MeasuredCall, Sums, measure, spread_places
 from .report import MeasuredHeads
 from .schedule import Aim, Step, budgets, next_choice
@@ -75,6 +85,71 @@ class Shape:
         return [order_as_dealt(order, self.grid, self.ranks) for order in variants]
 
 
+class UnmeasuredOrders:
+    """Token orders of steps where all heads follow one policy: steps take several in turn."""
+
+    def __init__(self) -> None:
+        self._orders: set[TokenOrder] = set()
+
+    def of_step(self, shape: Shape, step: int, device: torch.device) -> TokenOrder | None:
+        if shape.grid is None:
+            return None
+        order = order_as_dealt(
+            unmeasured_order(shape.grid, step % VARIANTS), shape.grid, shape.ranks
+        )
+        self._orders.add(order)
+        return order.on(device)
+
+    def forget_copies(self) -> None:
+        for order in self._orders:
+            order.forget_copies()
+
+
+#: Device and number of the model that calls are of.
+Place = tuple[torch.device, int]
+
+
+class RunHeads:
+    """Heads of the calls of one run by place and shape. Several threads may ask for them."""
+
+    def __init__(self, aim: Aim, untracked: Untracked, draw: int) -> None:
+        self._aim, self._untracked, self._draw = aim, untracked, draw
+        self.by_shape: dict[tuple[Place, Shape], Heads] = {}
+        self._prompts: dict[tuple[Place, Shape], set[int]] = defaultdict(set)
+        self._lock = threading.Lock()
+
+    def of_shape(self, place: Place, shape: Shape, policy: SparsePolicy) -> Heads:
+        """Heads of the calls of a shape, made for the first. policy: as the device runs it."""
+        key = place, shape
+        with self._lock:
+            if key not in self.by_shape:
+                prompts = sorted(self._prompts[key])
+                self.by_shape[key] = Heads(
+                    shape, self._aim, policy, place[0], prompts, self._untracked, self._draw
+                )
+            return self.by_shape[key]
+
+    def saw(self, place: Place, shape: Shape, prompts: Sequence[int]) -> None:
+        """Notes the prompts of calls of a shape before the measured step."""
+        with self._lock:
+            self._prompts[place, shape].update(prompts)
+
+    def begin_pass(self, place: Place, step: Step) -> None:
+        """Begins a pass for the heads of a place. Waits for the device where they are chosen."""
+        with self._lock:
+            found = [heads for (where, _), heads in self.by_shape.items() if where == place]
+        for heads in found:
+            heads.begin_pass(step)
+
+    def report(self) -> tuple[MeasuredHeads, ...]:
+        """Reports of the shapes whose heads were chosen. Waits for the devices."""
+        return tuple(heads.report() for heads in self.by_shape.values() if heads.given)
+
+    def forget_copies(self) -> None:
+        for heads in self.by_shape.values():
+            heads.forget_copies()
+
+
 class Heads:
     """Heads of the calls of one shape on one device; only what says so waits for it."""
 
@@ -98,9 +173,9 @@ class Heads:
         """Share of pairs that is kept whatever is chosen."""
         self._query_blocks: list[int] = (~orders[0].queries_exact).nonzero().flatten().tolist()
         self.why_dense: str | None = None if self._query_blocks else ALL_EXACT
-        self.settings: Settings | None = None
+        self.settings: ChosenSettings | None = None
         """Settings since the last choice; None before the first."""
-        self.given: list[tuple[Settings, int, dict[int, int]]] = []
+        self.given: list[tuple[ChosenSettings, int, dict[int, int]]] = []
         """Of each sparse step so far its settings, its place in them, and those of the layers."""
         self.sparse_rows: set[int] = set()
         """Layers whose calls are sparse, in some pass at least."""
@@ -344,10 +419,29 @@ class Heads:
         self._is_new = False
         self._measured.clear()
 
-    def _begin_step(self, settings: Settings, index: int) -> None:
+    def _begin_step(self, settings: ChosenSettings, index: int) -> None:
         """Takes the settings of a step."""
         self._index = index
         place = min(index - self._chosen_at, len(settings.density) - 1)
         if not self.given or self.given[-1][:2] != (settings, place):
             self._now = settings.of_step(place, self.policy, self.candidates.orders)
         self.given.append((settings, place, self._places))
+
+
+@dataclass(eq=False)
+class CallKind:
+    """What calls of a pass share which look alike."""
+
+    shape: Shape
+    policy: SparsePolicy
+    """With what stays exact at either end."""
+    heads: Heads | None
+    """None where all heads follow one policy, or before they are measured."""
+    times: Times | None
+    order: TokenOrder | None = None
+    """Token order of this step where all heads follow one policy, once a call was sparse."""
+
+    @property
+    def why_slower(self) -> str | None:
+        """Reason why calls whose heads follow the policy would be slower sparse, or None."""
+        return self.times and self.times.why_policy_slower(self.policy)

@@ -25,6 +25,8 @@ from .schedule import Aim
 from .timing import Backend
 
 BLOCKS_OF = {OrderKind.CUBES: "cubes", OrderKind.ROWS: "rows"}
+#: Layers whose dense calls in a run's first step are exact, for the run to learn what that takes.
+TIMED_LAYERS = (1, 2)
 #: Remark on results that are no numbers.
 NAN_IN_SPARSE = (
     "NaN in the results of sparse calls: see whether it stays when all calls are dense, as the "
@@ -240,6 +242,10 @@ class PassRecord:
         """Whether a call is timed: a self-attention on a GPU that no CUDA graph records."""
         whole = call.k.shape[2] == call.query_tokens
         return self.device.type == "cuda" and whole and not being_recorded(self.device)
+
+    def learns_exact_time(self, row: int | None, call: Call) -> bool:
+        """Whether a dense call is exact for its time's sake."""
+        return self.step == 0 and row in TIMED_LAYERS and self.times(call)
 
     @contextmanager
     def timed(self, backend: Backend, call: Call, foretold: float | None) -> Iterator[None]:

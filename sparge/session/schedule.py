@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of a run: which are dense, how densities fall, and when heads are chosen anew."""
+"""What a run is asked for, and its steps: which are dense, how densities fall, and when heads are
+chosen anew."""
 
 from __future__ import annotations
 
@@ -7,8 +8,14 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
-from ..checks.argument import number, shown
+import torch
+
+from ..checks.argument import check_kind, flag, number, shown, whole_number
+from ..kernels import capabilities, pv_filter_saves
+from ..policy import PV_FILTER_OFF, SparsePolicy
+from .tokens import LayerSpans
 
 #: Relative distance within which two noise levels are the same. A step often falls exactly on the
 #: edge (20 steps, start_percent 0.2), where the float32 schedule and the float64 edge differ in the
@@ -40,6 +47,82 @@ class Aim:
         if self.kind == "quality":
             return f"a mean error of {self.value:g}"
         return f"a mean density of {100 * self.value:g} %"
+
+
+# These texts are in saved graphs of ComfyUI: only append. A new node starts with the first.
+AUTO_QUALITY = "auto quality"
+AUTO_BUDGET = "auto budget"
+MANUAL = "manual"
+MODES = [AUTO_QUALITY, AUTO_BUDGET, MANUAL]
+#: Target errors: mean relative L2 error of the heads' outputs, each by its head weight
+#: (docs/experiments.md, Targets of the qualities).
+QUALITIES = {"high": 0.03, "balanced": 0.05, "fast": 0.08}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of one run, in the order of the node's widgets; what a mode does not use has its
+    default."""
+
+    mode: str = MANUAL
+    quality: str = "balanced"
+    topk: float = 0.5
+    pvthreshd: float = 50.0  # off
+    select_by: str = "topk"
+    cdfthreshd: float = 0.98
+    simthreshd1: float = -0.1
+    start_percent: float = 0.2
+    end_percent: float = 1.0
+    min_tokens: int = 4096
+    dense_blocks: str = ""
+    exact_dense: bool = False
+
+    def __post_init__(self) -> None:
+        """Checks the values where a run is asked for, not steps later. Raises ValueError."""
+        for name, options in (("mode", MODES), ("quality", list(QUALITIES))):
+            given = getattr(self, name)
+            if given not in options:
+                raise ValueError(f"{name} is {shown(given)}; it takes one of {options}.")
+        for name in ("topk", "start_percent", "end_percent"):
+            value = getattr(self, name)
+            if not 0 <= number(name, value, "a number from 0 to 1") <= 1:
+                raise ValueError(f"{name} is {value}; it takes a number from 0 to 1.")
+        whole_number("min_tokens", self.min_tokens, 0)
+        flag("exact_dense", self.exact_dense)
+        check_kind("dense_blocks", self.dense_blocks, str, 'a text of block numbers, say "0-2, -1"')
+        self.policy()
+        LayerSpans.parse(self.dense_blocks)
+
+    @cached_property
+    def aim(self) -> Aim | None:
+        """Aim for measured heads; None in manual mode, which measures nothing."""
+        if self.mode == AUTO_QUALITY:
+            return Aim("quality", QUALITIES[self.quality])
+        return Aim("budget", self.topk) if self.mode == AUTO_BUDGET else None
+
+    @cached_property
+    def dense_layers(self) -> LayerSpans:
+        return LayerSpans.parse(self.dense_blocks)
+
+    def policy(self) -> SparsePolicy:
+        """Policy without the text, which calls have in different places."""
+        return SparsePolicy(
+            # A measured head keeps a share of the blocks, never one of the mass.
+            select_by="topk" if self.aim else self.select_by,
+            topk=self.topk,
+            cdfthreshd=self.cdfthreshd,
+            simthreshd1=self.simthreshd1,
+            pvthreshd=self.pvthreshd,
+        )
+
+
+def fitted(policy: SparsePolicy, device: torch.device) -> SparsePolicy:
+    """Policy as a device shall run it: without the PV filter where that would only cost exactness;
+    unchanged where there are no kernels."""
+    arch = capabilities(device).arch
+    if not policy.pv_filter or not arch or pv_filter_saves(arch):
+        return policy
+    return replace(policy, pvthreshd=PV_FILTER_OFF)
 
 
 @dataclass(frozen=True)
@@ -94,8 +177,8 @@ def next_choice(step: int, steps: int | None, left: int) -> int | None:
 class SigmaWindow:
     """Range of noise levels in which attention may be sparse; sigma falls while sampling."""
 
-    start: float
-    end: float
+    start: float = math.inf
+    end: float = 0.0
     start_percent: float = 0.0
     """Edge as a user gives it; below likewise."""
     end_percent: float = 1.0

@@ -35,8 +35,6 @@ from ..errors import MEANT_FOR_HOST, Failures, KernelBuildError, Unsupported
 from ..head_settings import HeadSettings
 from ..kernels import capabilities
 from ..kernels.warmup import KERNEL_DID_NOT_COMPILE
-from ..order.grid import TokenOrder, order_as_dealt, unmeasured_order
-from ..order.variants import VARIANTS
 from ..policy import SparsePolicy
 from .calls import (
     CROSS_ATTENTION,
@@ -44,30 +42,24 @@ from .calls import (
     Call,
     CallFacts,
     Decision,
+    Dense,
     DenseOnce,
+    EightBitDense,
     GivenCall,
     Kind,
     ReadMasks,
     RealTokens,
     Untracked,
 )
-from .eight_bit import EightBitDense
-from .heads import FAILED, MEASURING, Heads, Shape
+from .heads import FAILED, MEASURING, CallKind, Place, RunHeads, Shape, UnmeasuredOrders
 from .report import NAN_IN_SPARSE, PLAIN, Counts, Densities, PassRecord, Report, RunTime, Words
-from .schedule import Aim, SigmaWindow, Step
-from .self_test import WrongKernels, check_once
-from .settings import MANUAL, Settings, fitted
-from .timing import TORCH, Backend, Exact, Times, times_of, unusable_reason
+from .schedule import MANUAL, Aim, Settings, SigmaWindow, Step, fitted
+from .timing import TORCH, Backend, Exact, Times, check_once, times_of, unusable_reason
 from .tokens import Layer, TokenLayout
 
 logger = logging.getLogger("sparge")
 
-#: Layers whose dense calls in a run's first step are exact, for the run to learn what that takes.
-TIMED_LAYERS = (1, 2)
-
-Dense = Callable[[], Tensor]
-
-EVERYTHING = SigmaWindow.of(0.0, 1.0, lambda percent: 1.0 - percent)
+EVERYTHING = SigmaWindow()
 
 
 class Session:
@@ -114,15 +106,15 @@ class Session:
         """Adds a remark to the report, once."""
         self._dense_steps: int | None = None
         self._sparse_steps: int | None = None
-        self._heads: dict[tuple[torch.device, int, Shape], Heads] = {}
-        self._prompts: dict[tuple[torch.device, int, Shape], set[int]] = {}
-        self._orders: set[TokenOrder] = set()  # of passes without measured heads
+        self.heads = None if self.aim is None else RunHeads(self.aim, untracked, draw)
+        """Heads of all calls; None where they all follow one policy."""
+        self.orders = UnmeasuredOrders()
+        """Token orders of calls without measured heads."""
         self._records: list[PassRecord] = []  # of passes, which hold the run
         self._unusable: dict[torch.device, str] = {}
         self._began: float | None = None
         self._ended: float | None = None
         self._rows = 0  # most that a pass had
-        self._draw = draw
         self._lock = threading.RLock()
 
     @classmethod
@@ -202,47 +194,6 @@ class Session:
             begun.record.expect(self._rows)
         return unusable
 
-    def heads_of(self, shape: Shape, begun: Pass, make: bool) -> Heads | None:
-        """Heads of the calls of a shape in a pass, which begins for them; None where there are none
-        and none are made."""
-        key = begun.device, begun.step.model, shape
-        with self._lock:
-            heads = self._heads.get(key)
-            if heads is None and make:
-                assert self.aim is not None
-                heads = self._heads[key] = Heads(
-                    shape,
-                    self.aim,
-                    begun.policy,
-                    begun.device,
-                    sorted(self._prompts.get(key, ())),
-                    self.untracked,
-                    self._draw,
-                )
-        return heads
-
-    def heads_met(self, begun: Pass) -> list[Heads]:
-        """Heads of the model of a pass on its device."""
-        with self._lock:
-            found = list(self._heads.items())
-        return [heads for (*place, _), heads in found if place == [begun.device, begun.step.model]]
-
-    def saw(self, shape: Shape, begun: Pass) -> None:
-        """Notes the prompts of calls of a shape in a pass before the measured step."""
-        key = begun.device, begun.step.model, shape
-        with self._lock:
-            self._prompts.setdefault(key, set()).update(begun.step.prompts)
-
-    def unmeasured_order(self, shape: Shape, step: int, device: torch.device) -> TokenOrder | None:
-        """Token order of a step where all heads follow one policy; steps take several in turn."""
-        if shape.grid is None:
-            return None
-        order = order_as_dealt(
-            unmeasured_order(shape.grid, step % VARIANTS), shape.grid, shape.ranks
-        )
-        self._orders.add(order)
-        return order.on(device)
-
     def await_kernels(self, device: torch.device, wait: Callable[[], str | None]) -> None:
         """Waits for the kernels, so that whether a call is sparse never depends on how fast a
         compiler was, and tests them where this GPU has not. wait: returns why there are none, or
@@ -254,10 +205,8 @@ class Session:
         with self.failures.caught("the kernels were not tested on this GPU"):
             try:
                 check_once(device, self.exact)
-            except WrongKernels as error:
+            except Unsupported as error:
                 self.give_up(device, error.reason)
-            except torch.OutOfMemoryError:  # a later run tests them
-                logger.info("[Sparge] the kernels were not tested: memory is full")
 
     def unusable(self, device: torch.device) -> str | None:
         """Reason why attention on this device stays dense for the whole run, or None."""
@@ -281,7 +230,7 @@ class Session:
             self.counts,
             self.aim,
             Densities.of(records),
-            tuple(heads.report() for heads in self._heads.values() if heads.given),
+            () if self.heads is None else self.heads.report(),
             RunTime.of(records),
             self.words,
             stopped,
@@ -292,24 +241,7 @@ class Session:
 
     def end(self) -> None:
         """Gives back what outlives the run on the devices."""
-        for heads in self._heads.values():
-            heads.forget_copies()
-        for order in self._orders:
-            order.forget_copies()
-
-
-@dataclass(eq=False)
-class _Kind:
-    """What calls of a pass share which look alike."""
-
-    shape: Shape
-    policy: SparsePolicy
-    """With what stays exact at either end."""
-    heads: Heads | None
-    """None where all heads follow one policy, or before they are measured."""
-    times: Times | None
-    order: TokenOrder | None = None
-    """Token order of this step where all heads follow one policy, once a call was sparse."""
+        (self.heads or self.orders).forget_copies()
 
 
 @dataclass(kw_only=True, eq=False)
@@ -339,24 +271,27 @@ class Pass:
         self._filter_left_out = session.asked.pv_filter and not self.policy.pv_filter
         self._decisions: dict[CallFacts, Decision] = {}
         self._times: dict[Hashable, Times | None] = {}
-        self._kinds: dict[Hashable, _Kind] = {}
+        self._kinds: dict[Hashable, CallKind] = {}
         if self.unusable is None:
             self._expect()
 
     def _expect(self) -> None:
         """Makes what calls are expected to need, and begins the pass for heads that there are."""
         session, layout = self.session, self.layout
-        if session.aim is not None:
-            if layout.heads is not None:
+        if session.heads is not None:
+            if layout.heads is not None and self._may_measure:
                 for grid in layout.expected:
                     shape = Shape(grid.tokens, layout.heads, grid, layout.ranks)
-                    session.heads_of(shape, self, make=self._may_measure)
-            for heads in session.heads_met(self):
-                heads.begin_pass(self.step)
+                    session.heads.of_shape(self._place, shape, self.policy)
+            session.heads.begin_pass(self._place, self.step)
         elif self.step.why_dense is None:
             for grid in layout.expected:
                 shape = Shape(grid.tokens, 0, grid, layout.ranks)
-                session.unmeasured_order(shape, self.step.number, self.device)
+                session.orders.of_step(shape, self.step.number, self.device)
+
+    @property
+    def _place(self) -> Place:
+        return self.device, self.step.model
 
     @property
     def _may_measure(self) -> bool:
@@ -568,12 +503,12 @@ class Pass:
         check_inference(*call.qkv)
         kind, why_dense = self._kind_of(call, ends), self.step.why_dense
         if self.session.aim is None:
-            if (reason := why_dense or self._slower(kind) or held) is not None:
+            if (reason := why_dense or kind.why_slower or held) is not None:
                 return reason
             if kind.order is None and kind.shape.grid is not None:
                 with self.session.untracked():
                     number = self.step.number
-                    kind.order = self.session.unmeasured_order(kind.shape, number, self.device)
+                    kind.order = self.session.orders.of_step(kind.shape, number, self.device)
             order, settings = kind.order, None
         elif kind.heads is None:
             return why_dense or MEASURING
@@ -595,7 +530,7 @@ class Pass:
                     kind.heads.measure_again(row, call, out)
         return out
 
-    def _kind_of(self, call: Call, ends: tuple[int, int] | None) -> _Kind:
+    def _kind_of(self, call: Call, ends: tuple[int, int] | None) -> CallKind:
         """Kind of a call, found out at the first one like it."""
         key = call.look, ends
         kind = self._kinds.get(key)
@@ -606,14 +541,13 @@ class Pass:
             policy = replace(self.policy, exact_prefix=prefix, exact_suffix=suffix)
             shape = Shape(tokens, call.head_count, grid, layout.ranks, call.shares_keys)
             heads = None
-            if session.aim is not None and not self._may_measure:
-                session.saw(shape, self)
-            elif session.aim is not None:
+            if session.heads is not None and not self._may_measure:
+                session.heads.saw(self._place, shape, self.step.prompts)
+            elif session.heads is not None:
                 with session.untracked():
-                    heads = session.heads_of(shape, self, make=True)
-                    if heads is not None:
-                        heads.begin_pass(self.step)
-            kind = self._kinds[key] = _Kind(shape, policy, heads, self._times_of(call))
+                    heads = session.heads.of_shape(self._place, shape, self.policy)
+                    heads.begin_pass(self.step)
+            kind = self._kinds[key] = CallKind(shape, policy, heads, self._times_of(call))
         return kind
 
     def _times_of(self, call: Call) -> Times | None:
@@ -629,16 +563,6 @@ class Pass:
             self._times[look] = times and replace(times, exact_dense=exact)
         return self._times[look]
 
-    def _slower(self, kind: _Kind) -> str | None:
-        """Reason why calls that follow the policy would be slower sparse, or None. What cdf keeps
-        is not known, nor what heads do that have a share each."""
-        topk = kind.policy.topk
-        if kind.times is None or kind.policy.select_by != "topk" or isinstance(topk, Tensor):
-            return None
-        text = (kind.policy.exact_prefix + kind.policy.exact_suffix) / kind.shape.tokens
-        # A share of the tokens, text, attends and is attended to densely.
-        return kind.times.why_slower(text + (1 - text) * min(1.0, text + topk))
-
     def _eight_bit(self, call: Call, row: int | None) -> Tensor | None:
         """Result of a dense call of a layer in 8 bits; None where it has to be exact. row: None
         where its exact call would not be timed."""
@@ -647,7 +571,7 @@ class Pass:
         times = self._times_of(call)
         if times is None or not times.is_eight_bit:
             return None
-        if self.step.number == 0 and row in TIMED_LAYERS and self.record.times(call):
+        if self.record.learns_exact_time(row, call):
             return None
         # Exact attention may need less memory.
         with (

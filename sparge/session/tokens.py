@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import enum
 import math
+import re
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -157,3 +158,67 @@ class TokenLayout:
     def refiner_row(self, refiner: int) -> int:
         """Row of a layer that has no number."""
         return (self.blocks or 0) + refiner
+
+
+NO_COUNT = "this model's block count is unknown"
+_SPAN = re.compile(r"(-?\d+)(?:\s*-\s*(-?\d+))?")
+
+
+@dataclass(frozen=True)
+class LayerSpans:
+    """Spans of a text: "0-2, -1" means the first three layers and the last.
+
+    Spans of layer numbers are inclusive; a negative number counts from the last layer.
+    """
+
+    spans: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> LayerSpans:
+        """Reads the text of the widget dense_blocks.
+
+        Raises ValueError, with what is accepted, for text that is not a list of layers.
+
+        ComfyUI makes the text "None" of null in an API graph: no layer.
+        """
+        spans = []
+        if text.strip() == "None":
+            return cls()
+        for part in filter(None, (piece.strip() for piece in text.split(","))):
+            match = _SPAN.fullmatch(part)
+            if match is None:
+                raise ValueError(
+                    f"dense_blocks contains {part!r}; give block numbers and ranges separated by "
+                    'commas, for example "0-2, -1" (negative numbers count from the last block).'
+                )
+            first = int(match[1])
+            last = first if match[2] is None else int(match[2])
+            if last < first and (last < 0) == (first < 0):
+                raise ValueError(
+                    f"dense_blocks contains {part!r}, which ends before it begins: write {last}-"
+                    f"{first}."
+                )
+            spans.append((first, last))
+        return cls(tuple(spans))
+
+    def of_total(self, total: int | None) -> list[range]:
+        """Layers that are listed, of so many. Without a total, spans counted from the end are left
+        out."""
+        ends = total or 0
+        return [
+            range(first + ends * (first < 0), last + ends * (last < 0) + 1)
+            for first, last in self.spans
+            if total is not None or min(first, last) >= 0
+        ]
+
+    def missing(self, total: int) -> list[int]:
+        """Numbers that stand in the text and that none of `total` layers has."""
+        return sorted({number for span in self.spans for number in span} - {*range(-total, total)})
+
+    def remark(self, total: int | None) -> str:
+        """What is asked in vain of a model of so many layers; empty where nothing is."""
+        if total is None:
+            asks = any(min(span) < 0 for span in self.spans)
+            return f"negative dense_blocks do nothing: {NO_COUNT}" if asks else ""
+        missing = ", ".join(map(str, self.missing(total)))
+        return missing and f"dense_blocks names {missing}; this model has blocks 0-{total - 1}"

@@ -28,7 +28,7 @@ from benchmarks.tiny_models.pipelines import ALL, TEXT, drawn
 from sparge.integrations.diffusers import enable
 from sparge.integrations.diffusers.rows import ROWS
 from sparge.session import MASK, Exact, Pass, Session
-from sparge.session.self_test import WrongKernels
+from sparge.session.timing import WrongKernels
 
 pytestmark = pytest.mark.usefixtures("reference_allowed", "no_mode_left")
 

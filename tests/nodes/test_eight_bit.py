@@ -215,7 +215,7 @@ def test_wrong_kernels_keep_every_run_exact_and_are_told(
     why = "the kernels err"
 
     def refuse(*args):
-        raise load_pack("sparge.session.self_test").WrongKernels(why)
+        raise load_pack("sparge.session.timing").WrongKernels(why)
 
     monkeypatch.setattr(load_pack(STATE), "check_once", refuse)
     timed(2.0)

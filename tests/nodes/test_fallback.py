@@ -64,7 +64,7 @@ def test_attention_stays_dense_where_no_target_compiles(load_pack, refusing, war
 
 
 def test_the_filter_is_used_again(load_pack, refusing, warmed):
-    fitted = load_pack("sparge.session.settings").fitted
+    fitted = load_pack("sparge.session.schedule").fitted
     policy = load_pack("nodes.settings").Settings(pvthreshd=15.0).policy()
     refusing("attend_hopper")
     assert not fitted(policy, GPU).pv_filter

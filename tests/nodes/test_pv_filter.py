@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def settings(load_pack):
-    return load_pack("sparge.session.settings")
+    return load_pack("sparge.session.schedule")
 
 
 @pytest.fixture

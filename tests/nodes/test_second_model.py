@@ -43,7 +43,7 @@ def two_models(session, patch, runs, generator):
 
 def test_it_is_measured_by_itself(two_models):
     _, run = two_models()
-    assert [heads.sparse_rows for heads in run._heads.values()] == [{*range(BLOCKS)}] * 2
+    assert [heads.sparse_rows for heads in run.heads.by_shape.values()] == [{*range(BLOCKS)}] * 2
     assert run.report().notes[0].startswith("the guider runs a second model")
     assert run.report().notes[0].endswith("measured apart")
     sampled, other = run._model, object()  # a copy on another device is none
@@ -59,5 +59,5 @@ def test_in_manual_mode_nothing_is_said_to_be_measured(two_models):
 def test_shapes_that_it_alone_has_are_its_own(two_models):
     """Such a shape is met in a pass, and expected in the next."""
     _, run = two_models(tokens=TOKENS + 44)
-    heads = [(which > 0, shape.tokens) for _, which, shape in run._heads]
+    heads = [(which > 0, shape.tokens) for (_, which), shape in run.heads.by_shape]
     assert sorted(heads) == [(False, TOKENS), (True, TOKENS), (True, TOKENS + 44)]

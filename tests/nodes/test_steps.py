@@ -54,7 +54,7 @@ def steps_of(uncomputed, sampled, asked, generator):
 
 def heads_of(got):
     """The heads of a run whose calls have one shape."""
-    (heads,) = got.run._heads.values()
+    (heads,) = got.run.heads.by_shape.values()
     return heads
 
 

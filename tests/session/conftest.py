@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparge.session import heads, self_test
+from sparge.session import heads, timing
 from sparge.session import session as session_module
 from sparge.session.measure import MeasuredCall
 from sparge.session.timing import Times
@@ -20,9 +20,9 @@ from tests.session.parts import GRID, Qkv, neighbours_alike, nothing_measured
 @pytest.fixture
 def untested() -> Iterator[None]:
     """No device was tested yet, nor is one known after the test."""
-    self_test._wrong.cache_clear()
+    timing._wrong.cache_clear()
     yield
-    self_test._wrong.cache_clear()
+    timing._wrong.cache_clear()
 
 
 @pytest.fixture

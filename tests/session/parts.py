@@ -75,7 +75,7 @@ def sampled(
 
 def heads_of(session: Session) -> Heads:
     """The only heads that were chosen."""
-    (heads,) = (heads for heads in session._heads.values() if heads.given)
+    (heads,) = (heads for heads in session.heads.by_shape.values() if heads.given)
     return heads
 
 

@@ -15,7 +15,7 @@ from sparge.order.grid import TokenGrid, TokenOrder, cube_order, grid_order, ras
 from sparge.policy import SparsePolicy
 from sparge.reference import quantize_qkv, route
 from sparge.session.candidates import MEASURED, POOL_WEIGHTS, Candidates, kept_shares
-from sparge.session.choose import LEAST_WEIGHT, ROUNDING, Curves, Settings
+from sparge.session.choose import LEAST_WEIGHT, ROUNDING, ChosenSettings, Curves
 from sparge.session.measure import Measured, Sums
 from sparge.stages.thresholds import COLUMNS
 from tests.session.parts import CPU, GRID, SETTINGS
@@ -136,7 +136,7 @@ def curves_of(relative: Tensor, norm: Tensor | None = None, candidates: Candidat
 
 def settings_of(
     curves: Curves, budget: float | None = None, error: float | None = None
-) -> Settings:
+) -> ChosenSettings:
     return curves.settings(curves.chosen([] if budget is None else [budget], error))
 
 

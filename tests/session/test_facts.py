@@ -25,8 +25,7 @@ from sparge.session import (
 )
 from sparge.session import calls as module
 from sparge.session.calls import CAPTURED, UNEVEN, ReadMasks, RealTokens
-from sparge.session.schedule import budgets
-from sparge.session.settings import fitted
+from sparge.session.schedule import budgets, fitted
 
 INF = float("inf")
 
@@ -153,7 +152,7 @@ def test_a_mode_has_an_aim_and_a_policy(monkeypatch) -> None:
     assert Settings(mode="auto quality", quality="fast").aim == Aim("quality", 0.08)
     filtering, device = manual.policy(), torch.device("cuda", 0)
     for arch, saves, kept in (("sm_90a", False, 50.0), ("sm_89", True, 7.0), ("", False, 7.0)):
-        name = "sparge.session.settings"
+        name = "sparge.session.schedule"
         monkeypatch.setattr(
             f"{name}.capabilities", lambda _, arch=arch: type("", (), {"arch": arch})
         )

@@ -20,7 +20,7 @@ import torch
 from sparge import Unsupported
 from sparge.order.grid import TokenOrder
 from sparge.policy import EIGHT_BIT_DENSE
-from sparge.session import Call, Exact, self_test, timing
+from sparge.session import Call, Exact, timing
 from sparge.session.candidates import Candidates
 from sparge.session.timing import Times, times_of
 from tests.session.parts import CPU, FAST
@@ -285,18 +285,18 @@ def test_kernels_are_tested_once_on_a_gpu_and_wrong_ones_refused_each_time(
 ) -> None:
     exact, errors, tested = Exact("exact", lambda q, k, v: q), [math.nan, 0.1, 0.1], []
     monkeypatch.setattr(
-        self_test, "largest_error", lambda head_dim, device: (tested.append(head_dim),
+        timing, "largest_error", lambda head_dim, device: (tested.append(head_dim),
                                                               errors[len(tested) - 1])[1]
     )  # fmt: skip
     for _ in range(2):
-        with pytest.raises(self_test.WrongKernels, match="error nan at head_dim 64"):
-            self_test.check_once(CUDA, exact)
+        with pytest.raises(timing.WrongKernels, match="error nan at head_dim 64"):
+            timing.check_once(CUDA, exact)
     assert tested == [64] and not kept(tmp_path)
-    self_test._wrong.cache_clear()
+    timing._wrong.cache_clear()
     for _ in range(2):
         restart()
-        self_test.check_once(CUDA, exact)
-    self_test.check_once(CPU, exact)
+        timing.check_once(CUDA, exact)
+    timing.check_once(CPU, exact)
     assert tested == [64, 64, 128] and len(kept(tmp_path)) == 1, "a file says that they passed"
     assert gpu.times() is not None and gpu.done
 
