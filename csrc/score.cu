@@ -4,7 +4,7 @@
 // Semantics   With the first buckets of key blocks exact and the others pooled, e is the output of the exact ones, p that of the
 //             pooled ones, o the exact output of all, m the mean value of all keys. Found are
 //               |e - o|^2, (e - o)(p - o), |p - o|^2 and the natural log of both sums' ratio, which serve every pool weight
-//               (sparge/tune/scoring.py has the maths, and is this kernel's reference);
+//               (sparge/session/measure_kernels.py has the maths);
 //               (e - o)(m - o), (p - o)(m - o) and |m - o|^2, for the output scale;
 //               |o|^2.
 //             A pooled key is a block's mean key, with the log of its keys as bias, and its mean value.

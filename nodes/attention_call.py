@@ -49,7 +49,7 @@ class AttentionCall(GivenCall):
     skip_output_reshape: bool
     options: dict[str, Any]
     by_backend: bool = False
-    """Whether ComfyUI's own function serves a dense call, that of the run's speed table."""
+    """Whether ComfyUI's own function serves a dense call, that the run's times are of."""
     override: Callable[..., Tensor] | None = None
     """Override of another node that serves a dense call, where it may be more than a backend."""
 

@@ -53,7 +53,9 @@ class Forward(Pass):
         shape = packed[0] if len(packed) > 1 else x.shape
         layout = token_layout(diffusion_model, shape, context, extras)
         prompts = tuple(options.get("cond_or_uncond") or (0,))
-        step = Step(prompts, run.step_of(prompts), model=which)
+        # Every step may be sparse where no noise level is asked for.
+        steps = len(run.schedule) or None
+        step = Step(prompts, run.step_of(prompts), of_sparse=steps, model=which)
         if run.needs_level and run.unusable(x.device) is None:
             # The one place where a run waits for the GPU: once a pass, for a single number.
             level = float(sigma.max())

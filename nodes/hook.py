@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import logging
+import sys
 from dataclasses import dataclass
 from functools import partial
+from types import FrameType
 from typing import Any, cast
 
 import torch
@@ -41,6 +43,8 @@ NO_END = "a step was not prepared"
 
 #: Attribute of our overrides that holds their Mark.
 MARK = "__sparge__"
+#: Most frames between an override and the function of ComfyUI that asked it.
+_FRAMES = 16
 
 
 @dataclass(frozen=True)
@@ -220,6 +224,19 @@ def hook_of(model: Any) -> Hook | None:
     return None
 
 
+def _preferred() -> Override | None:
+    """Function that the running call's model prefers by its file, which ComfyUI from 0.38 on takes
+    out of the call before it asks an override."""
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(_FRAMES):
+        if frame is None:
+            return None
+        if "preferred_attention" in frame.f_code.co_varnames:
+            return getattr(frame.f_locals.get("preferred_attention"), "function", None)
+        frame = frame.f_back
+    return None
+
+
 def make_override(hook: Hook, previous: Override | None) -> Override:
     """Makes the function that ComfyUI calls in place of its attention backend ``func``. Dense calls
     get their arguments as they came."""
@@ -234,7 +251,7 @@ def make_override(hook: Hook, previous: Override | None) -> Override:
     @untraced
     def attend(func: Override, *args: Any, **kwargs: Any) -> torch.Tensor:
         if previous is None:
-            path = func = host.preferred_attention() or func
+            path = func = _preferred() or func
         else:
             path = partial(previous, func)
         dense = partial(path, *args, **kwargs)

@@ -9,7 +9,6 @@ import importlib.metadata
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from types import FrameType
 from typing import Any
 
 import comfy.model_management
@@ -21,8 +20,6 @@ from ..sparge.session import Exact
 OUTER_SAMPLE = "outer_sample"
 APPLY_MODEL = "apply_model"
 PREDICT_NOISE = "predict_noise"
-#: Most frames between an override and the function of ComfyUI that asked it.
-_FRAMES = 16
 #: Packages that ComfyUI's functions for attention call.
 _PACKAGES = {
     "attention_sage": "sageattention", "attention_xformers": "xformers",
@@ -93,19 +90,6 @@ def is_own_backend(override: Callable[..., Any]) -> bool:
         return False
     chosen = cells[0].cell_contents
     return getattr(attention, getattr(chosen, "__name__", ""), None) is chosen
-
-
-def preferred_attention() -> Callable[..., torch.Tensor] | None:
-    """Function that the running call's model prefers by its file, which ComfyUI from 0.38 on takes
-    out of the call before it asks an override."""
-    frame: FrameType | None = sys._getframe(1)
-    for _ in range(_FRAMES):
-        if frame is None:
-            return None
-        if "preferred_attention" in frame.f_code.co_varnames:
-            return getattr(frame.f_locals.get("preferred_attention"), "function", None)
-        frame = frame.f_back
-    return None
 
 
 def exact_backend() -> Exact:

@@ -171,12 +171,12 @@ class WanWrapperHook:
         begun = Forward(session=run, layout=layout, step=of_pass, device=device, unusable=native)
         if native is None:
             return begun
-        # The pack's own attention computes it: its self-attention is counted here.
+        # The pack's own attention computes it: its self-attention is counted here, and it never
+        # ends as one in which the clip's could have been missed.
         for row in range(len(transformer.blocks)):
             pairs = len(given["x"]) * transformer.num_heads * layout.grid_tokens**2
             begun.record.add_dense(row, pairs)
             run.counts.add_dense(native, layout.grid_tokens, False)
-        begun.end()
         return None
 
     def _new_run(self, device: torch.device) -> Session:

@@ -37,7 +37,7 @@ from benchmarks.timing import (
 from benchmarks.whole_run import node_runs, parse, timed
 from sparge import TokenGrid, grid_order
 from sparge.kernels import Element, all_specs
-from sparge.tune import Workload
+from sparge.session.candidates import kept_shares
 
 TINY = Shape("tiny", 2, 676, 32, TokenGrid(4, 12, 13, prefix=52))
 WAYS = ("PV filter", "FP16 V", "16 bits", "budgets", "budgets spread tenfold")
@@ -141,9 +141,9 @@ def test_a_call_keeps_the_density_that_is_asked_for(name: str) -> None:
     """But for half a step of attend, and with text and a step at least."""
     order = grid_order(SHAPES[name].grid)
     for density in (0.1, 0.5, 1.0):
-        kept = Workload(order).density([int(ranked_share(order, density) * order.key_blocks), 1])
+        kept = kept_shares(order, [int(ranked_share(order, density) * order.key_blocks), 1])
         near = 0.0 if density == 1 else 1.001 / order.key_blocks
-        assert kept[0] == pytest.approx(max(density, float(kept[1])), abs=near)
+        assert kept[0] == pytest.approx(max(density, kept[1]), abs=near)
 
 
 class Machine:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import sparge
-from sparge import AttentionStats, HeadSettings, Precision, SparsePolicy, compat
+from sparge import AttentionStats, HeadSettings, Precision, SparsePolicy
 from sparge.common.metrics import rel_l2
 
 attention: Any = sparge.attention
@@ -69,12 +69,8 @@ def test_is_causal_alone_means_the_square_case(make_qkv) -> None:
 def test_is_causal_alone_is_refused_where_it_may_mean_two_things(make_qkv, queries, keys) -> None:
     q, k, v = make_qkv(1, 2, queries, 64, kv_tokens=keys)
     words = f"is_causal=True with {queries} queries and {keys} keys may mean two things: say causal"
-    for call in (
-        lambda: attention(q, k, v, is_causal=True),
-        lambda: compat.spas_sage2_attn_meansim_topk_cuda(q, k, v, is_causal=True),
-    ):
-        with pytest.raises(sparge.Unsupported, match=words):
-            call()
+    with pytest.raises(sparge.Unsupported, match=words):
+        attention(q, k, v, is_causal=True)
 
 
 def test_stats_are_of_both_parts_and_the_sink_is_the_first_key_of_all(make_qkv) -> None:
@@ -131,6 +127,19 @@ def test_exact_tokens_are_those_of_the_sequence(make_qkv, prefix: int, suffix: i
     moved = attention(q, k, v, lone, causal="bottom-right", output_dtype=torch.float32)
     held = visible(256, 896, "bottom-right")[:, exact].any(-1)
     assert (moved[0, 0, held].mean(-1) > 1).all()
+
+
+@pytest.mark.parametrize(("queries", "keys", "before"), [(256, 896, 2 * 2 * 10), (896, 256, 0)])
+def test_tokens_behind_the_exact_prefix_are_sparse(make_qkv, queries, keys, before) -> None:
+    """before: blocks of the rectangle, all of whose keys are exact."""
+    least, square = replace(SPARSE, topk=0.0), AttentionStats("cpu")
+    attention(*make_qkv(1, 2, 256, 64), least, is_causal=True, stats=square)
+    for prefix, more in ((640, 0), (640 + 64, 2)):  # of a query block each head sees one key more
+        stats = AttentionStats("cpu")
+        policy = replace(least, exact_prefix=prefix)
+        qkv = make_qkv(1, 2, queries, 64, kv_tokens=keys)
+        attention(*qkv, policy, causal="bottom-right", stats=stats)
+        assert stats.blocks_kept == before + square.blocks_kept + more
 
 
 def test_what_bottom_right_does_not_serve(make_qkv) -> None:

@@ -33,6 +33,7 @@ from sparge.stages.key_mean import LEAST_KEYS, STRIDE
 from sparge.stages.quantize_grid import LONGEST_AXIS, QuantizeGrid
 from sparge.stages.rules import NO_ORDER, OrderFacts, QuantizeRules, Select
 from sparge.stages.workspace import CallShape, layout_of
+from sparge.stats import Counter
 
 launch = importlib.import_module("sparge.stages.launch")
 GRID = TokenGrid(4, 10, 16)
@@ -134,8 +135,8 @@ def test_the_mean_key_is_sampled_in_long_orders_alone(queued: dict[str, Any]) ->
 def run_kernels(
     queued: dict[str, Any], pretended_gpu: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., dict[str, Any]]:
-    """run_kernels(policy, causal, mask, (order, head_settings), tokens): what the ops' functions
-    queue."""
+    """run_kernels(policy, causal, mask, (order, head_settings), tokens, counters): what the ops'
+    functions queue."""
     stages = {name: getattr(ops, f"_{name}") for name in ("quantize", "route", "attend")}
     monkeypatch.setattr(pretended_gpu, "ops", SimpleNamespace(**stages))
 
@@ -145,13 +146,21 @@ def run_kernels(
         mask: Any = None,
         others: Any = (),
         tokens: int = GRID.tokens,
+        counters: Any = None,
     ) -> Any:
         q = torch.zeros(1, 2, tokens, 64, dtype=torch.bfloat16)
         call = make_call(q, q, q, policy, "HND", causal, 0.125, None, mask, *others)
-        pretended_gpu.run_kernels(call, torch.empty_like(q), None, None)
+        pretended_gpu.run_kernels(call, torch.empty_like(q), None, counters)
         return queued
 
     return run
+
+
+def test_a_call_that_keeps_everything_is_routed_where_it_is_counted(run_kernels) -> None:
+    whole, counters = SparsePolicy(topk=1.0), torch.zeros(len(Counter), dtype=torch.int64)
+    assert "route" not in run_kernels(whole, False)
+    queued = run_kernels(whole, False, counters=counters)
+    assert queued["route"].counters == counters.data_ptr()
 
 
 def test_what_a_policy_says_reaches_the_kernels(run_kernels) -> None:

@@ -21,7 +21,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import sparge
 from sparge import HeadSettings, Precision, Router, SparsePolicy, TokenGrid, grid_order
-from sparge.tune import Aim, Measurement, Model, Session, Workload
+from sparge.session import Aim, Session, TokenLayout
+from sparge.session.candidates import Candidates
+from sparge.session.choose import Curves
+from sparge.session.measure import MeasuredCall, Sums, measure
 
 attention: Any = sparge.attention
 SPARSE = SparsePolicy(topk=0.4)
@@ -76,9 +79,11 @@ class Results:
         in_orders = replace(head_settings, order_kind=self.order_kind)
         yield attention(q, k, v, policy, head_settings=in_orders, order=self.order, stats=stats)
         yield stats.counters
-        measurement = Measurement.begin(layers=1, heads=2, workload=Workload(self.order))
-        measurement.add(0, q, k, v)
-        yield measurement.squared_error
+        candidates, sums = Candidates.of(self.order, torch.device("cpu")), Sums()
+        sums.add(0, measure(MeasuredCall(q, k, v, 0.125, self.order, candidates, [1])), 1)
+        curves = Curves.of(sums, candidates)
+        yield curves.error
+        yield curves.settings(curves.chosen(budgets=[0.5])).density
 
 
 @pytest.mark.parametrize("around", SURROUNDINGS.values(), ids=SURROUNDINGS)
@@ -94,18 +99,19 @@ def test_nothing_around_changes_a_bit(make_qkv, precision, around: Callable[[], 
 
 
 @pytest.mark.parametrize("around", ["default bf16", "default fp64", "default device"])
-def test_a_session_reports_the_same(make_qkv, around: str) -> None:
-    model, x = Model(layers=2, heads=2, grid=GRID), make_qkv(1, 2, GRID.tokens, 64)[0]
+def test_a_session_reports_the_same(make_qkv, monkeypatch, around: str) -> None:
+    monkeypatch.setenv("SPARGE_REFERENCE", "1")
+    layout, x = TokenLayout.of(layers=2, grid=GRID), make_qkv(1, 2, GRID.tokens, 64)[0]
 
     def told() -> list[str]:
-        session = Session(Aim("budget", 0.5), steps=3)
+        session = Session.of(Aim("budget", 0.5), steps=3)
         for step in range(3):
-            running = session.begin_step(step, model, "cpu")
-            for layer in range(model.layers):
+            running = session.begin_step(step, layout, "cpu")
+            for layer in range(2):
                 running.attend(layer, x, x, x)
             running.end()
         report = session.report()
-        assert report.by_step.dtype == report.of_heads("density").dtype == torch.float32
+        assert report.densities.by_step.dtype == report.of_heads("density").dtype == torch.float32
         return [str(report), *report.details()]
 
     expected = told()

@@ -18,7 +18,7 @@ from urllib.parse import unquote, urlparse
 
 import pytest
 
-from sparge.sampling.settings import Settings
+from sparge.session import Settings
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL_FILE = re.compile(r"\.(safetensors|sft|ckpt|pt|pth|bin|gguf)$")

@@ -7,9 +7,9 @@ from .calls import MASK, Call, CallFacts, DenseOnce, GivenCall, Kind, Untracked
 from .heads import FAILED
 from .report import PLAIN, Report, Why, Words
 from .schedule import Aim, Progress, SigmaWindow, Step
-from .session import Dense, Pass, Session, unusable_reason
+from .session import Dense, Pass, Session
 from .settings import AUTO_BUDGET, AUTO_QUALITY, MANUAL, MODES, QUALITIES, LayerSpans, Settings
-from .timing import TORCH, Exact
+from .timing import TORCH, Exact, unusable_reason
 from .tokens import UNNUMBERED, Layer, TextPosition, TokenLayout
 from .verdict import details, short_lines, summary, verdict
 

@@ -55,15 +55,15 @@ class Candidates:
             between.append(density)
         ranks, fine = _ranks(MEASURED, blocks), _ranks([*between, 1.0], blocks)
         rank_of = dict(zip(kept_shares(order, fine), fine, strict=True))
-        known = torch.tensor(kept_shares(order, ranks), dtype=torch.float64)
-        kept = torch.tensor(sorted(rank_of), dtype=torch.float64)
+        known = torch.tensor(kept_shares(order, ranks), dtype=torch.float64, device="cpu")
+        kept = torch.tensor(sorted(rank_of), dtype=torch.float64, device="cpu")
         below = (torch.searchsorted(known, kept, right=True) - 1).clamp(max=len(known) - 2)
         gap = known[below + 1] - known[below]
         share = torch.where(gap > 0, (kept - known[below]) / gap.where(gap > 0, 1.0), 1.0)
         asked = [_asking(rank_of[each], blocks) for each in sorted(rank_of)]
         return cls(
             1 if shares_keys else order.order_kinds,
-            torch.tensor(asked, dtype=torch.float32).to(device),
+            torch.tensor(asked, dtype=torch.float32, device="cpu").to(device),
             kept.to(device),
             below.to(device),
             share.to(device),

@@ -103,7 +103,8 @@ class Curves:
                            0.0)  # fmt: skip
         if error is None:
             measure = _integers(kept).expand_as(errors) * counts[:, None]
-            asked = torch.tensor(budgets, dtype=torch.float64).to(costs.device, non_blocking=True)
+            asked = torch.tensor(budgets, dtype=torch.float64, device="cpu")
+            asked = asked.to(costs.device, non_blocking=True)
             most = (asked * UNIT * counts.sum()).long() + len(counts)  # what rounding may add
         else:
             whole = (errors.square() + ROUNDING**2).sqrt() * self.weight[:, None]

@@ -334,9 +334,11 @@ class Heads:
         # From here on nothing waits: a choice that was interrupted is made in the next step.
         *self._kept, finite, largest = told
         for row, is_finite, extreme in zip(rows, finite, largest, strict=True):
-            if not (is_finite and math.isfinite(extreme)):
+            if not math.isfinite(extreme):
                 reason = INF_OF_MODEL if extreme == math.inf else NAN_OF_MODEL
                 self._refusals.setdefault(row, reason)
+            elif not is_finite:
+                self._refusals.setdefault(row, NOT_MEASURED)
         self.settings, self._known, self._sums = settings, known, Sums()
         self._places = {row: place for place, row in enumerate(rows)}
         self._chosen_at, self._next, self._left = index, following, left

@@ -195,7 +195,7 @@ def _of_heads(
 
     rows, real = compared_rows(rows, 2) * scale, compared_rows(real)[..., None]
     logits = (rows @ k.mT.unsqueeze(1)).masked_fill_(~holds, -torch.inf)  # (H, S, R, slots)
-    pooled = rows @ stats.k_block_mean[0].mT.unsqueeze(1) + order.block_counts.log()
+    pooled = rows @ stats.k_block_mean[0].mT.unsqueeze(1) + order.block_counts.float().log()
     top = torch.maximum(logits.amax(-1), pooled.amax(-1)).unsqueeze(-1)
     exact, pooled = (logits - top).exp_().unflatten(-1, (-1, KEY_BLOCK)), (pooled - top).exp_()
     values, means = v.unsqueeze(1), stats.v_block_mean[0].unsqueeze(1)

@@ -152,12 +152,6 @@ class SigmaWindow:
         later = any(level < below and self._is_before(level) for level in schedule)
         return self._is_before(sigma) and not later
 
-    def dense_steps(self, schedule: Sequence[float]) -> int:
-        """Number of steps that are dense, at least: those outside the window, and where none comes
-        before it, the one that is measured."""
-        before, after = (sum(map(is_out, schedule)) for is_out in (self._is_before, self._is_after))
-        return max(1, before) + after
-
     def _is_before(self, sigma: float) -> bool:
         return sigma > self.start * (1 + SAME_SIGMA)
 

@@ -36,7 +36,7 @@ from ..errors import KernelBuildError, Unsupported
 from ..head_settings import HeadSettings
 from ..kernels import capabilities
 from ..kernels.warmup import KERNEL_DID_NOT_COMPILE
-from ..order.grid import TokenGrid, TokenOrder, unmeasured_order
+from ..order.grid import TokenOrder, unmeasured_order
 from ..order.places import order_as_dealt
 from ..order.variants import VARIANTS
 from ..policy import SparsePolicy
@@ -59,7 +59,7 @@ from .report import NAN_IN_SPARSE, PLAIN, Counts, Densities, PassRecord, Report,
 from .schedule import Aim, SigmaWindow, Step
 from .self_test import WrongKernels, check_once
 from .settings import MANUAL, Settings, fitted
-from .timing import TORCH, Backend, Exact, Times, speed_matters, times_of
+from .timing import TORCH, Backend, Exact, Times, times_of, unusable_reason
 from .tokens import Layer, TokenLayout
 
 logger = logging.getLogger("sparge")
@@ -73,7 +73,7 @@ EVERYTHING = SigmaWindow.of(0.0, 1.0, lambda percent: 1.0 - percent)
 
 
 class Session:
-    """One sampling run, shared by its passes on every device. Passes may begin in several threads."""
+    """One sampling run, shared by its passes on every device. They may begin in several threads."""
 
     def __init__(
         self,
@@ -118,8 +118,8 @@ class Session:
         self._sparse_steps: int | None = None
         self._heads: dict[tuple[torch.device, int, Shape], Heads] = {}
         self._prompts: dict[tuple[torch.device, int, Shape], set[int]] = {}
-        self._orders: dict[tuple[TokenGrid, int, int, torch.device], TokenOrder] = {}
-        self._passes: list[Pass] = []
+        self._orders: set[TokenOrder] = set()  # of passes without measured heads
+        self._records: list[PassRecord] = []  # of passes, which hold the run
         self._unusable: dict[torch.device, str] = {}
         self._began: float | None = None
         self._ended: float | None = None
@@ -163,10 +163,6 @@ class Session:
             session._sparse_steps = max(0, whole_number("steps", steps, 0) - dense_steps)
         return session
 
-    @property
-    def notes(self) -> list[str]:
-        return list(self._notes)
-
     def begin_step(
         self,
         step: int,
@@ -193,13 +189,14 @@ class Session:
         layout, device = begun.layout, begun.device
         self.counts.begin_pass(layout.family, layout.grid)
         self._began = self._began or time.perf_counter()
-        self._note_missing_layers(layout.blocks)
+        if remark := self.settings.dense_layers.remark(layout.blocks):
+            self.note(remark)
         unusable = self.unusable(device) or begun.unusable
         if unusable is None and (slower_target := capabilities(device).note):
             self.note(slower_target)
         with self._lock:
-            before = self._passes[-1].record if self._passes else None
-            self._passes.append(begun)
+            before = self._records[-1] if self._records else None
+            self._records.append(begun.record)
             self._rows = max(self._rows, layout.rows, before.rows if before else 0)
         begun.record.looked_at = before.last_row if before else None
         if unusable is None and begun.step.why_dense is None:
@@ -207,7 +204,8 @@ class Session:
         return unusable
 
     def heads_of(self, shape: Shape, begun: Pass, make: bool) -> Heads | None:
-        """Heads of the calls of a shape in a pass; None where there are none and none are made."""
+        """Heads of the calls of a shape in a pass, which begins for them; None where there are none
+        and none are made."""
         key = begun.device, begun.step.model, shape
         with self._lock:
             heads = self._heads.get(key)
@@ -224,11 +222,11 @@ class Session:
                 )
         return heads
 
-    def heads_on(self, begun: Pass) -> list[Heads]:
-        """Heads of the model and device of a pass."""
+    def heads_met(self, begun: Pass) -> list[Heads]:
+        """Heads of the model of a pass on its device."""
         with self._lock:
             found = list(self._heads.items())
-        return [x for key, x in found if key[:2] == (begun.device, begun.step.model)]
+        return [heads for (*place, _), heads in found if place == [begun.device, begun.step.model]]
 
     def saw(self, shape: Shape, begun: Pass) -> None:
         """Notes the prompts of calls of a shape in a pass before the measured step."""
@@ -236,16 +234,15 @@ class Session:
         with self._lock:
             self._prompts.setdefault(key, set()).update(begun.step.prompts)
 
-    def unmeasured_order(
-        self, grid: TokenGrid, ranks: int, step: int, device: torch.device
-    ) -> TokenOrder:
+    def unmeasured_order(self, shape: Shape, step: int, device: torch.device) -> TokenOrder | None:
         """Token order of a step where all heads follow one policy; steps take several in turn."""
-        key = grid, ranks, step % VARIANTS, device
-        with self._lock:
-            if key not in self._orders:
-                order = order_as_dealt(unmeasured_order(grid, step % VARIANTS), grid, ranks)
-                self._orders[key] = order.on(device)
-            return self._orders[key]
+        if shape.grid is None:
+            return None
+        order = order_as_dealt(
+            unmeasured_order(shape.grid, step % VARIANTS), shape.grid, shape.ranks
+        )
+        self._orders.add(order)
+        return order.on(device)
 
     def await_kernels(self, device: torch.device, wait: Callable[[], str | None]) -> None:
         """Waits for the kernels, so that whether a call is sparse never depends on how fast a
@@ -260,6 +257,8 @@ class Session:
                 check_once(device, self.exact)
             except WrongKernels as error:
                 self.give_up(device, error.reason)
+            except torch.OutOfMemoryError:  # a later run tests them
+                logger.info("[Sparge] the kernels were not tested: memory is full")
 
     def unusable(self, device: torch.device) -> str | None:
         """Reason why attention on this device stays dense for the whole run, or None."""
@@ -275,8 +274,8 @@ class Session:
 
     def report(self, stopped: bool = False) -> Report:
         """Report of the passes so far. Waits for the devices."""
-        records = [begun.record for begun in self._passes]
-        notes = [NAN_IN_SPARSE] if any([record.has_nan for record in records]) else []
+        records = self._records
+        notes = [NAN_IN_SPARSE] if any(record.has_nan for record in records) else []
         ended = self._ended or time.perf_counter()
         return Report(
             self.counts,
@@ -295,18 +294,8 @@ class Session:
         """Gives back what outlives the run on the devices."""
         for heads in self._heads.values():
             heads.forget_copies()
-        for grid, ranks, variant, _ in self._orders:
-            order_as_dealt(unmeasured_order(grid, variant), grid, ranks).forget_copies()
-        self._orders.clear()
-
-    def _note_missing_layers(self, total: int | None) -> None:
-        """Notes what dense_blocks asks in vain of a model of so many layers."""
-        spans = self.settings.dense_layers
-        if total is None and spans.needs_total:
-            self.note("negative dense_blocks do nothing: this model's block count is unknown")
-        if total is not None and (missing := spans.missing(total)):
-            numbers = ", ".join(map(str, missing))
-            self.note(f"dense_blocks names {numbers}; this model has blocks 0-{total - 1}")
+        for order in self._orders:
+            order.forget_copies()
 
 
 @dataclass(eq=False)
@@ -319,6 +308,8 @@ class _Kind:
     heads: Heads | None
     """None where all heads follow one policy, or before they are measured."""
     times: Times | None
+    order: TokenOrder | None = None
+    """Token order of this step where all heads follow one policy, once a call was sparse."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -360,11 +351,12 @@ class Pass:
                 for grid in layout.expected:
                     shape = Shape(grid.tokens, layout.heads, grid, layout.ranks)
                     session.heads_of(shape, self, make=self._may_measure)
-            for heads in session.heads_on(self):
+            for heads in session.heads_met(self):
                 heads.begin_pass(self.step)
         elif self.step.why_dense is None:
             for grid in layout.expected:
-                session.unmeasured_order(grid, layout.ranks, self.step.number, self.device)
+                shape = Shape(grid.tokens, 0, grid, layout.ranks)
+                session.unmeasured_order(shape, self.step.number, self.device)
 
     @property
     def _may_measure(self) -> bool:
@@ -405,7 +397,7 @@ class Pass:
                 f"prompts names {prompts} prompts and the batch has {entries} entries; give one "
                 f"number for each entry, say {tuple(range(entries))}."
             )
-        reason = None
+        reason = self.unusable
         if call.k.shape[2] != call.query_tokens:
             reason = "queries and keys differ in number"
         elif layer >= self.layout.rows:
@@ -414,6 +406,7 @@ class Pass:
             partial(self._exact, call, exact or call.exact), partial(self._eight_bit, call, layer)
         )
         row = None if layer >= self.layout.rows else layer
+        self.session.counts.reached = True
         return self._computed(call, layer, row, once, reason, None, call.query_tokens, call.pairs)
 
     def decision(self, given: GivenCall) -> Decision:
@@ -577,7 +570,11 @@ class Pass:
         if self.session.aim is None:
             if (reason := why_dense or self._slower(kind) or held) is not None:
                 return reason
-            order, settings = self._order_of(kind.shape), None
+            if kind.order is None and kind.shape.grid is not None:
+                with self.session.untracked():
+                    number = self.step.number
+                    kind.order = self.session.unmeasured_order(kind.shape, number, self.device)
+            order, settings = kind.order, None
         elif kind.heads is None:
             return why_dense or MEASURING
         else:
@@ -625,9 +622,10 @@ class Pass:
         if self.session.even_if_slower:
             return None
         if look not in self._times:
-            with self.session.untracked():
-                times = times_of(call, self.session.exact, self.layout.sequence(call.query_tokens))
-            exact = self.session.exact_dense or not call.by_backend
+            session, grid, times = self.session, self.layout.sequence(call.query_tokens), None
+            with session.untracked(), session.failures.caught("attention was not timed"):
+                times = times_of(call, session.exact, grid)
+            exact = session.exact_dense or not call.by_backend
             self._times[look] = times and replace(times, exact_dense=exact)
         return self._times[look]
 
@@ -640,15 +638,6 @@ class Pass:
         text = (kind.policy.exact_prefix + kind.policy.exact_suffix) / kind.shape.tokens
         # A share of the tokens, text, attends and is attended to densely.
         return kind.times.why_slower(text + (1 - text) * min(1.0, text + topk))
-
-    def _order_of(self, shape: Shape) -> TokenOrder | None:
-        """Token order of this step where all heads follow one policy."""
-        if shape.grid is None:
-            return None
-        with self.session.untracked():
-            return self.session.unmeasured_order(
-                shape.grid, shape.ranks, self.step.number, self.device
-            )
 
     def _eight_bit(self, call: Call, row: int | None) -> Tensor | None:
         """Result of a dense call of a layer in 8 bits; None where it has to be exact. row: None
@@ -685,11 +674,3 @@ class Pass:
             return dense()
         finally:
             self.handing_on = False
-
-
-def unusable_reason(device: torch.device) -> str | None:
-    """Reason why the kernels cannot run on this device, or None when they can."""
-    if not speed_matters():
-        return None
-    capability = capabilities(device)
-    return None if capability.usable else capability.reason

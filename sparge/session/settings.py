@@ -14,6 +14,7 @@ from ..kernels import capabilities, pv_filter_saves
 from ..policy import PV_FILTER_OFF, SparsePolicy
 from .schedule import Aim
 
+NO_COUNT = "this model's block count is unknown"
 _SPAN = re.compile(r"(-?\d+)(?:\s*-\s*(-?\d+))?")
 
 
@@ -68,9 +69,13 @@ class LayerSpans:
         """Numbers that stand in the text and that none of `total` layers has."""
         return sorted({number for span in self.spans for number in span} - {*range(-total, total)})
 
-    @property
-    def needs_total(self) -> bool:
-        return any(first < 0 or last < 0 for first, last in self.spans)
+    def remark(self, total: int | None) -> str:
+        """What is asked in vain of a model of so many layers; empty where nothing is."""
+        if total is None:
+            asks = any(min(span) < 0 for span in self.spans)
+            return f"negative dense_blocks do nothing: {NO_COUNT}" if asks else ""
+        missing = ", ".join(map(str, self.missing(total)))
+        return missing and f"dense_blocks names {missing}; this model has blocks 0-{total - 1}"
 
 
 # These texts are in saved graphs of ComfyUI: only append. A new node starts with the first.

@@ -143,12 +143,21 @@ class Times:
         return replace(self, tokens=tokens, **seconds)
 
 
-_known: dict[tuple[str, str], Times] = {}  # by facts of the GPU and kind of the call
-_lock = threading.Lock()
-
-
 def speed_matters() -> bool:
     return os.environ.get(REFERENCE_VARIABLE) != "1"
+
+
+def unusable_reason(device: torch.device) -> str | None:
+    """Reason why the kernels cannot run on a device, or None when they can."""
+    if not speed_matters():
+        return None
+    capability = capabilities(device)
+    return None if capability.usable else capability.reason
+
+
+_known: dict[tuple[str, str], Times] = {}  # by facts of the GPU and kind of the call
+_disturbed: set[tuple[str, str]] = set()  # of these what something else had a part in
+_lock = threading.Lock()
 
 
 def times_of(call: Call, exact: Exact, grid: TokenGrid | None) -> Times | None:
@@ -168,7 +177,9 @@ def times_of(call: Call, exact: Exact, grid: TokenGrid | None) -> Times | None:
                 logger.info("[Sparge] attention was not timed: %s", error)
                 return None
             _known[key, kind] = times
-            if not disturbed:
+            if disturbed:
+                _disturbed.add((key, kind))
+            else:
                 _keep(key)
         return _known[key, kind].of_tokens(call.query_tokens)
 
@@ -199,10 +210,13 @@ def _kind(call: Call) -> str:
     return f"{call.q.dtype} {' '.join(map(str, sizes))}"
 
 
-@functools.lru_cache(maxsize=16)
 def _key(device: torch.device, exact: Exact) -> str:
     """Facts that times depend on, as text."""
-    arch = capabilities(device).arch
+    return _facts(device, capabilities(device).arch, exact.name)
+
+
+@functools.lru_cache(maxsize=16)
+def _facts(device: torch.device, arch: str, exact: str) -> str:
     stems = sorted(entry_stem(spec, read_sources(spec.entry)) for spec in eight_bit_specs(arch))
     facts = {
         "format": _FORMAT,
@@ -210,7 +224,7 @@ def _key(device: torch.device, exact: Exact) -> str:
         "driver": str(driver_version()),
         "torch": torch.__version__,
         "kernels": _short_hash("".join(stems)),
-        "exact": exact.name,
+        "exact": exact,
     }
     return json.dumps(facts, sort_keys=True)
 
@@ -307,8 +321,10 @@ def _times(stored: Any) -> Times:
 def _keep(key: str) -> None:
     """Writes the times of this GPU to the user's cache, at once or not at all."""
     path, why = _path(key), why_none()
-    kinds = [(kind, times) for (of, kind), times in _known.items() if of == key][-_MOST_KINDS:]
-    stored = {"facts": json.loads(key), "times": {kind: asdict(x) for kind, x in kinds}}
+    sound = [(kind, x) for (of, kind), x in _known.items() if of == key and (of, kind) not in
+             _disturbed]  # fmt: skip
+    times = {kind: asdict(x) for kind, x in sound[-_MOST_KINDS:]}
+    stored = {"facts": json.loads(key), "times": times}
     if path is not None:
         try:
             make_folder(path.parent)

@@ -91,18 +91,18 @@ def perturbed_attention() -> dict[str, Any]:
 
 
 def two_models_of_a_guider() -> dict[str, Any]:
-    """ComfyUI's DualModelGuider; for each model the tables that its sparse calls were given."""
+    """ComfyUI's DualModelGuider; for each model the heads that its calls asked."""
     first, second = models.build("wan", seed=0), models.build("wan", seed=3)
     running: list[str] = [""]
     for name, model in (("first", first), ("second", second)):
         network = model.model.diffusion_model
         network.register_forward_pre_hook(lambda *_, name=name: running.__setitem__(0, name))
-    begun, tables = pack("sparge.tune").SessionPass, {"first": set(), "second": set()}
-    measure_again = begun.measure_again
+    heads, asked = pack("sparge.session.heads").Heads, {"first": set(), "second": set()}
+    of_layer = heads.of_layer
 
-    def spy(this: Any, plan: Any, *args: Any) -> Any:
-        tables[running[0]].add(id(plan.table))
-        return measure_again(this, plan, *args)
+    def spy(this: Any, *args: Any) -> Any:
+        asked[running[0]].add(id(this))
+        return of_layer(this, *args)
 
     guider = Guider_DualModel(patch(first, **AUTO), second)
     guider.set_conds(models.conditioning("wan"), models.conditioning("wan", negative=True))
@@ -111,8 +111,8 @@ def two_models_of_a_guider() -> dict[str, Any]:
     sampling = first.get_model_object("model_sampling")
     sigmas = comfy.samplers.calculate_sigmas(sampling, "simple", 4)
     sampler, noise = comfy.samplers.sampler_object("euler"), comfy.sample.prepare_noise(latent, 0)
-    with replaced(begun, "measure_again", spy), reports() as found, torch.inference_mode():
+    with replaced(heads, "of_layer", spy), reports() as found, torch.inference_mode():
         guider.sample(noise, latent, sampler, sigmas, disable_pbar=True, seed=0)
-    shared = tables["first"] & tables["second"]
-    counts = {name: len(of_model) for name, of_model in tables.items()}
-    return {"tables": counts, "shared": len(shared), "report": found[0]}
+    shared = asked["first"] & asked["second"]
+    counts = {name: len(of_model) for name, of_model in asked.items()}
+    return {"heads": counts, "shared": len(shared), "report": found[0]}

@@ -262,13 +262,13 @@ def batched_or_split(**widgets: Any) -> dict[str, Any]:
     with reports() as found:
         together = sample(patched, "wan", steps=5)
         last = pack("nodes.hook").hook_of(patched).last
-        settings.append(last.report)
+        settings.append(last)
         with replaced(model.model, "memory_required", lambda *args, **kwargs: 1e30):
             apart = sample(patched, "wan", steps=5)
         last = pack("nodes.hook").hook_of(patched).last
-        settings.append(last.report)
+        settings.append(last)
     differences = {}
-    for name in ("density", "pool_weight", "predicted", "head_weight"):
+    for name in ("density", "pool_weight", "expected", "weight"):
         parts = [each.of_heads(name) for each in settings]
         differences[name] = float((parts[0] - parts[1]).abs().max()) if len(parts[0]) else None
     error = relative_error(apart, together)
@@ -316,7 +316,7 @@ def raising(kind: str, inside: str = "library") -> dict[str, Any]:
         raise errors[kind]()
 
     head = model.model.diffusion_model.head
-    owner, name = (pack("sparge.tune.call"), "attention"), (head, "forward")
+    owner, name = (pack("sparge.session.calls"), "attention"), (head, "forward")
     raised, same = "", False
     with reports() as found, replaced(*(owner if inside == "library" else name), fail):
         try:

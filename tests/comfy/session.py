@@ -105,29 +105,30 @@ class Recorder:
 def reports() -> Iterator[list[dict[str, Any]]]:
     """Collects what every run inside reports, as numbers."""
     collected: list[dict[str, Any]] = []
-    report, sampling = pack("nodes.report"), pack("sparge.sampling")
+    report, session = pack("nodes.report"), pack("sparge.session")
     publish = report.publish
 
     def collect(result: Any, node_id: str | None) -> None:
         publish(result, node_id)
-        tally = result.tally
+        counts = result.counts
         collected.append(
             {
-                "sparse": tally.sparse,
-                "dense": tally.dense,
-                "cross": tally.cross,
-                "forwards": tally.forwards,
-                "reasons": dict(tally.reasons),
-                "density": result.report.densities.of_sparse_calls,
-                "computed": result.report.densities.overall,
+                "sparse": counts.sparse,
+                "dense": counts.dense,
+                "cross": counts.cross,
+                "passes": counts.passes,
+                "reasons": dict(counts.reasons),
+                "density": result.densities.of_sparse_calls,
+                "computed": result.densities.overall,
                 "stopped": result.stopped,
-                "text": sampling.summary(result),
-                "verdict": sampling.verdict(result),
-                "by_step": [[round(x, 3) for x in row] for row in result.report.by_step.tolist()],
-                "shapes": [shape.tokens for shape in result.report.shapes],
-                "kept": result.report.of_heads("density").tolist(),
-                "predicted_error": result.report.mean_error("predicted"),
-                "predicted": result.report.of_heads("predicted").tolist(),
+                "text": session.summary(result),
+                "verdict": session.verdict(result),
+                "by_step": [
+                    [round(x, 3) for x in row] for row in result.densities.by_step.tolist()
+                ],
+                "shapes": [heads.tokens for heads in result.heads],
+                "kept": result.of_heads("density").tolist(),
+                "error_of_heads": result.error,
             }
         )
 
@@ -139,7 +140,7 @@ def reports() -> Iterator[list[dict[str, Any]]]:
 def library_calls() -> Iterator[list[dict[str, Any]]]:
     """Collects what the library is asked for."""
     collected: list[dict[str, Any]] = []
-    module = pack("sparge.tune.call")
+    module = pack("sparge.session.calls")
     attention = module.attention
 
     def spy(q: Any, k: Any, v: Any, policy: Any, **kwargs: Any) -> Any:

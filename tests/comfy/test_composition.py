@@ -86,7 +86,7 @@ def test_a_model_that_was_compiled_before_the_node_came(comfyui):
 )
 def test_fullgraph_stays_dense(comfyui, name, by_block, before):
     got = comfyui.run("whole_graph", name=name, by_block=by_block, before=before)
-    assert got["sparse"] == 0 and got["forwards"] > 0 and got["repeats"]
+    assert got["sparse"] == 0 and got["passes"] > 0 and got["repeats"]
     assert "turn fullgraph off" in got["text"] and got["error"] < 1e-5
 
 
@@ -191,5 +191,5 @@ def test_perturbed_attention_guidance_shifts_no_layer(comfyui):
 
 def test_two_models_of_a_guider_share_no_measured_heads(comfyui):
     found = comfyui.run("two_models_of_a_guider")
-    assert found["tables"] == {"first": 1, "second": 1} and found["shared"] == 0
+    assert found["heads"] == {"first": 1, "second": 1} and found["shared"] == 0
     assert "a second model" in found["report"]["text"]

@@ -143,7 +143,7 @@ def test_calls_and_their_order(comfyui, name):
     case = CASES[name]
     everything, half, auto = comfyui.sampled(name, {"topk": 1.0}, {"topk": 0.5}, FAST)
     for got in (everything, half, auto):
-        passes = got["forwards"] // STEPS
+        passes = got["passes"] // STEPS
         assert [call["segments"] for call in got["calls"]] == SPARSE_STEPS * passes * case.calls
         assert got["sparse"] == len(got["calls"])
         short = {reason: passes * STEPS * calls for reason, calls in case.short.items()}

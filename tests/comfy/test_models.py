@@ -36,7 +36,7 @@ def test_families(comfyui, name):
     assert untouched["error"] == 0, "the model is as it was"
     segments = {tuple(filter(None, (before, grid, after))) for before, after in exact}
     for run in runs:
-        assert run["forwards"] == STEPS * passes
+        assert run["passes"] == STEPS * passes
         assert run["reasons"][WINDOW] == passes * blocks
         assert {tuple(call["exact"]) for call in run["calls"]} == set(exact)
         assert {tuple(call["segments"]) for call in run["calls"]} == segments
@@ -54,8 +54,8 @@ def test_families(comfyui, name):
         assert all(call["measured"] for call in run["calls"])
         assert sorted(run["shapes"]) == sorted(map(sum, segments))
         assert run["kept"] and f"(heads {100 * min(run['kept']):.1f} %" in run["text"]
-    assert 0 < quality["predicted_error"] <= 0.1 and quality["error"] < 0.1
-    assert f"predicted error {quality['predicted_error']:.3f}" in quality["text"]
+    assert 0 < quality["error_of_heads"] <= 0.1 and quality["error"] < 0.1
+    assert f"; error {quality['error_of_heads']:.3f}" in quality["text"]
     # One block for all to share is the least; text and the first query block come on top.
     assert budget["density"] < 0.85 and budget["error"] < 0.3
 

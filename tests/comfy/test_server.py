@@ -85,18 +85,18 @@ def test_a_graph_from_before_the_auto_modes_runs_manual(server, left_out):
     settings = {name: value for name, value in ALL_WIDGETS.items() if name != left_out}
     text = said_in_the_log(server, graph("wan", **settings))
     assert "6 sparse and 2 dense self-attention calls" in text
-    assert "predicted error" not in text
+    assert "; error" not in text
 
 
 SOME = {"min_tokens": 100, "start_percent": 0.3}
 #: Flat widgets; what a line of the log must say that is of no other mode.
 CHOICES = [
     (ALL_WIDGETS, "density"),
-    (ALL_WIDGETS | {"mode": "auto quality", "quality": "fast"}, "predicted error"),
-    (ALL_WIDGETS | {"mode": "auto budget", "topk": 0.6}, "predicted error"),
+    (ALL_WIDGETS | {"mode": "auto quality", "quality": "fast"}, "; error 0."),
+    (ALL_WIDGETS | {"mode": "auto budget", "topk": 0.6}, "; error 0."),
     (SOME | {"mode": "manual", "topk": 0.6}, "density"),
-    (SOME | {"mode": "auto quality"}, "predicted error"),
-    (SOME | {"mode": "auto budget"}, "predicted error"),
+    (SOME | {"mode": "auto quality"}, "; error 0."),
+    (SOME | {"mode": "auto budget"}, "; error 0."),
 ]
 
 
@@ -146,7 +146,7 @@ def test_measured_and_reported(server):
     prompt["9"] = {"class_type": "PreviewAny", "inputs": {"source": ["8", 1]}}
     prompt["10"] = {"class_type": "PreviewImage", "inputs": {"images": ["8", 2]}}
     text = said_in_the_log(server, prompt)
-    assert "predicted error" in text
+    assert "; error 0." in text
     (under,) = [text.split("\n") for node, text in server.texts if node == "8"]
     assert len(under) == 2
     outputs = outputs_of(server, "9")

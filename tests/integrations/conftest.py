@@ -39,7 +39,7 @@ class Served(NamedTuple):
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[Served]:
     """The calls that sessions give to the library."""
-    import sparge.tune.call as module
+    import sparge.session.calls as module
 
     library, seen = module.attention, []
 

@@ -27,9 +27,8 @@ from benchmarks.tiny_models.pipelines import ALL, TEXT, drawn
 from sparge.common.metrics import rel_l2
 from sparge.integrations.diffusers import enable
 from sparge.integrations.diffusers.rows import ROWS
-from sparge.speed import Backend
-from sparge.speed.self_test import WrongKernels
-from sparge.tune import MASK, Session
+from sparge.session import MASK, Exact, Pass, Session
+from sparge.session.self_test import WrongKernels
 
 pytestmark = pytest.mark.usefixtures("reference_allowed", "no_mode_left")
 
@@ -54,14 +53,14 @@ every = pytest.mark.parametrize("name", ALL)
 
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Facts of the passes that sessions began, and their layouts."""
-    begin, seen = Session.begin_pass, []
+    """Steps of the passes that runs began, and their layouts."""
+    meet, seen = Session.meet, []
 
-    def watched(session: Session, layout: Any, policy: Any, device: Any, facts: Any, **kw: Any):
-        seen.append(SimpleNamespace(facts=facts, layout=layout))
-        return begin(session, layout, policy, device, facts, **kw)
+    def watched(session: Session, begun: Pass) -> str | None:
+        seen.append(SimpleNamespace(step=begun.step, layout=begun.layout))
+        return meet(session, begun)
 
-    monkeypatch.setattr(Session, "begin_pass", watched)
+    monkeypatch.setattr(Session, "meet", watched)
     return seen
 
 
@@ -72,8 +71,8 @@ def test_all_kept_is_native_to_8_bits_and_disabled_it_is_native(name: str) -> No
     handle = enable(tiny.pipe, "manual", topk=1.0, **TINY)
     got, calls = tiny(2), 2 * CALLS[name]
     assert 0 < rel_l2(got, native) < EIGHT_BIT
-    assert handle.result is not None and handle.result.tally.sparse == calls
-    assert handle.result.tally.dense == 0 and handle.result.notes == ()
+    assert handle.result is not None and handle.result.counts.sparse == calls
+    assert handle.result.counts.dense == 0 and handle.result.notes == ()
     said = f"{calls} of {calls} calls were sparse; 100 % of attention computed"
     assert handle.line == said
     handle.disable()
@@ -119,13 +118,13 @@ def test_prompts_and_steps_are_numbered(name: str, passes: list[Any]) -> None:
     assert len(passes) == len(texts) == (STEPS if in_batch else 2 * STEPS)
     for each, text in zip(passes, texts, strict=True):
         positive = [torch.equal(entry.view(TEXT, -1), prompt) for entry in text]
-        assert [number == 0 for number in each.facts.conditioning] == positive
-    facts = [each.facts for each in passes]
+        assert [number == 0 for number in each.step.prompts] == positive
+    steps = [each.step for each in passes]
     a_step = 1 if in_batch else 2
-    assert [each.step for each in facts] == [x for x in range(STEPS) for _ in range(a_step)]
-    dense = [each.why_dense is not None for each in facts]
-    assert dense == [each.step < 2 for each in facts], "a third of three steps, and the next one"
-    assert [each.is_last_dense for each in facts] == [each.step == 1 for each in facts]
+    assert [each.number for each in steps] == [x for x in range(STEPS) for _ in range(a_step)]
+    dense = [each.why_dense is not None for each in steps]
+    assert dense == [each.number < 2 for each in steps], "a third of three steps, and the next one"
+    assert [each.is_last_dense for each in steps] == [each.number == 1 for each in steps]
 
 
 @pytest.mark.parametrize("name", ["CogVideoX", "Mochi", "HunyuanVideo", "SD3.5"])
@@ -134,11 +133,10 @@ def test_a_budget_is_kept_by_measured_heads(name: str) -> None:
     with enable(tiny.pipe, "auto budget", topk=0.5, min_tokens=100, start_percent=0.25) as handle:
         tiny(4)
     result = handle.result
-    assert result is not None and result.tally.sparse == 3 * CALLS[name]
-    assert result.report.densities.of_sparse_calls == pytest.approx(0.5, abs=0.06)
-    predicted = result.report.mean_error("predicted")
-    assert predicted is not None and 0.01 < predicted < 0.5
-    by_step = result.report.by_step.nanmean(0)
+    assert result is not None and result.counts.sparse == 3 * CALLS[name]
+    assert result.densities.of_sparse_calls == pytest.approx(0.5, abs=0.06)
+    assert result.error is not None and 0.01 < result.error < 0.5
+    by_step = result.densities.by_step.nanmean(0)
     assert by_step[0] == 1 and (by_step[1:] < 0.7).all()
     assert "error" in handle.line and "Density by step, %: 100" in handle.report()
 
@@ -148,8 +146,8 @@ def test_a_quality_is_met() -> None:
     for quality in ("high", "fast"):
         with enable(tiny.pipe, quality=quality, min_tokens=100, start_percent=0.25) as handle:
             tiny(4)
-        assert handle.result is not None and handle.result.tally.sparse == 3 * CALLS["Wan 2.1"]
-        errors[quality] = handle.result.report.mean_error("predicted")
+        assert handle.result is not None and handle.result.counts.sparse == 3 * CALLS["Wan 2.1"]
+        errors[quality] = handle.result.error
     assert errors["high"] <= 0.031 < errors["fast"] <= 0.081
 
 
@@ -157,12 +155,12 @@ def test_both_transformers_of_wan_2_2_are_measured_apart(passes: list[Any]) -> N
     tiny = ALL["Wan 2.2"]()
     with enable(tiny.pipe, "auto budget", topk=0.5, min_tokens=100, start_percent=0.2) as handle:
         tiny(6)
-    models = [each.facts.which for each in passes]
+    models = [each.step.model for each in passes]
     assert models == sorted(models) and models.count(0) == models.count(1) == 6
     result = handle.result
-    assert result is not None and len(result.report.shapes) == 2
-    assert result.tally.reasons["measuring"] == CALLS["Wan 2.2"], "one step of the second one"
-    assert result.tally.sparse == 3 * CALLS["Wan 2.2"]
+    assert result is not None and len(result.heads) == 2
+    assert result.counts.reasons["measuring"] == CALLS["Wan 2.2"], "one step of the second one"
+    assert result.counts.sparse == 3 * CALLS["Wan 2.2"]
 
 
 def test_a_call_of_the_pipeline_is_a_run_and_repeats_its_bits() -> None:
@@ -173,11 +171,11 @@ def test_a_call_of_the_pipeline_is_a_run_and_repeats_its_bits() -> None:
         one = handle.result
         assert torch.equal(tiny(3), first)
         again = handle.result
-        assert one is not None and again is not None and one.tally is not again.tally
-        assert one.tally.sparse == again.tally.sparse and not again.stopped
+        assert one is not None and again is not None and one.counts is not again.counts
+        assert one.counts.sparse == again.counts.sparse and not again.stopped
         tiny(3, guidance=1.0)
         alone = handle.result
-        assert alone is not None and 2 * alone.tally.calls == one.tally.calls
+        assert alone is not None and 2 * alone.counts.calls == one.counts.calls
 
 
 def test_an_error_of_ours_costs_no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,7 +204,7 @@ def test_a_second_enable_replaces_the_first() -> None:
     tiny(1)
     assert first.result is None and first.models == []
     assert second.result is not None
-    assert second.result.report.densities.of_sparse_calls == pytest.approx(0.5, abs=0.1)
+    assert second.result.densities.of_sparse_calls == pytest.approx(0.5, abs=0.1)
     first.disable()
     second.disable()
     assert not tiny.pipe.transformer._forward_hooks
@@ -232,8 +230,8 @@ def test_a_run_waits_for_the_kernels(
     tiny, asked = ALL["Wan 2.1"](), []
     native = tiny(1)
 
-    def speed_table(device: torch.device, backend: Backend) -> None:
-        asked.append(backend.name)
+    def check_once(device: torch.device, exact: Exact) -> None:
+        asked.append(exact.name)
         if wrong:
             raise WrongKernels(wrong)
 
@@ -243,7 +241,7 @@ def test_a_run_waits_for_the_kernels(
         "integrations.diffusers.handle.warm_up": lambda device, show: SimpleNamespace(
             wait=lambda check: failure
         ),
-        "sampling.run.speed_table": speed_table,
+        "session.session.check_once": check_once,
     }.items():
         monkeypatch.setattr(f"sparge.{name}", stand_in)
     with enable(tiny.pipe, "manual", topk=1.0, **TINY) as handle:
@@ -273,9 +271,9 @@ def test_own_loops_second_order_and_masks_of_heads(passes: list[Any]) -> None:
     with enable(pipe, "manual", topk=0.5, **TINY) as handle, torch.inference_mode():
         for t in scheduler.timesteps:
             pipe.transformer(hidden, timestep=t.expand(1), **given)
-    assert [each.facts.step for each in passes] == [0, 1, 2, 3, 4]
+    assert [each.step.number for each in passes] == [0, 1, 2, 3, 4]
     assert handle.result is not None and not handle.result.stopped
-    assert handle.result.tally.sparse == 2 * 5 and not handle.result.tally.reasons
+    assert handle.result.counts.sparse == 2 * 5 and not handle.result.counts.reasons
 
 
 def test_a_model_without_a_row_is_told() -> None:
@@ -298,11 +296,11 @@ def test_a_model_without_a_row_is_told() -> None:
         scheduler.timesteps = None
         for _ in range(2):
             pipe.transformer(hidden, torch.ones(1))
-        assert handle.result is not None and handle.result.tally.dense == 2
+        assert handle.result is not None and handle.result.counts.dense == 2
         assert handle.line.startswith("NOTHING WAS SPARSE; the scheduler has no timesteps")
         scheduler.timesteps = torch.tensor([1000.0])
         pipe.transformer(hidden, scheduler.timesteps)
-    assert handle.result is not None and handle.result.tally.sparse == 1
+    assert handle.result is not None and handle.result.counts.sparse == 1
     assert "Other is not known here" in handle.line
 
 
@@ -318,7 +316,7 @@ def test_offloaded_and_replaced_modules_do_not_matter() -> None:
         accelerate.cpu_offload(model, execution_device=torch.device("cpu"), offload_buffers=True)
         assert model.blocks[0].attn1.to_q.change.weight.is_meta
         assert torch.equal(tiny(2), adapted) and not torch.equal(adapted, plain)
-        assert handle.result is not None and handle.result.tally.sparse == 2 * CALLS["Wan 2.1"]
+        assert handle.result is not None and handle.result.counts.sparse == 2 * CALLS["Wan 2.1"]
 
 
 def test_the_document_lists_every_row() -> None:
@@ -340,14 +338,15 @@ def test_the_library_does_not_import_diffusers() -> None:
     )
 
 
-def test_a_ring_of_gpus_is_native_and_the_line_says_what_serves_it() -> None:
+@pytest.mark.parametrize("ulysses", [1, 2])
+def test_a_ring_of_gpus_is_native_and_the_line_says_what_serves_it(ulysses: int) -> None:
     tiny = ALL["Flux"]()
     native = tiny(2)
-    config = SimpleNamespace(ring_degree=2, ulysses_degree=1)
+    config = SimpleNamespace(ring_degree=2, ulysses_degree=ulysses)
     tiny.pipe.transformer._parallel_config = SimpleNamespace(context_parallel_config=config)
     with enable(tiny.pipe, "auto budget", topk=0.3, **TINY) as handle:
         assert torch.equal(tiny(2), native)
-    assert handle.result is not None and handle.result.tally.sparse == 0
+    assert handle.result is not None and handle.result.counts.sparse == 0
     assert "in a ring: take ulysses_degree" in handle.line
 
 
@@ -357,5 +356,5 @@ def test_masked_calls_of_several_gpus_are_exact(monkeypatch: pytest.MonkeyPatch)
     tiny = ALL["HunyuanVideo"]()
     with enable(tiny.pipe, "manual", topk=0.3, **TINY) as handle:
         tiny(1)
-    assert handle.result is not None and handle.result.tally.sparse == 0
-    assert handle.result.tally.reasons[MASK] == CALLS["HunyuanVideo"]
+    assert handle.result is not None and handle.result.counts.sparse == 0
+    assert handle.result.counts.reasons[MASK] == CALLS["HunyuanVideo"]

@@ -53,7 +53,7 @@ def test_a_compiled_model_gives_the_same_bits(
     with enable(tiny.pipe, mode, **SETTINGS) as handle:
         expected = tiny(STEPS)
     assert handle.result is not None
-    calls = handle.result.tally.sparse
+    calls = handle.result.counts.sparse
     if first:
         compiled(tiny)
     with enable(tiny.pipe, mode, **SETTINGS) as handle:
@@ -61,7 +61,7 @@ def test_a_compiled_model_gives_the_same_bits(
             compiled(tiny)
         assert torch.equal(tiny(STEPS), expected)
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
-        assert handle.result is not None and handle.result.tally.sparse == calls > 0
+        assert handle.result is not None and handle.result.counts.sparse == calls > 0
 
 
 def test_the_mode_gets_no_graphs_of_its_own() -> None:
@@ -72,7 +72,7 @@ def test_the_mode_gets_no_graphs_of_its_own() -> None:
         block.compile(backend="eager")
     with enable(tiny.pipe, "manual", **SETTINGS) as handle:
         tiny(STEPS)
-    assert handle.result is not None and handle.result.tally.sparse > 0
+    assert handle.result is not None and handle.result.counts.sparse > 0
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
     code = AttentionMode.__torch_function__.__code__
     assert not torch._dynamo.eval_frame._debug_get_cache_entry_list(code)

@@ -103,9 +103,9 @@ def test_sparse_and_dense_calls_are_those_that_came(
         with enable(pipe, "manual", topk=0.3, min_tokens=LEAST, start_percent=0.0) as handle:
             loop(model, given, pipe)
     assert handle.result is not None
-    tally = handle.result.tally
-    assert tally.sparse + tally.dense == len(seen) and tally.dense == beside * STEPS
-    assert handle.line.startswith(f"{tally.sparse} of {len(seen)} calls were sparse")
+    counts = handle.result.counts
+    assert counts.sparse + counts.dense == len(seen) and counts.dense == beside * STEPS
+    assert handle.line.startswith(f"{counts.sparse} of {len(seen)} calls were sparse")
 
 
 def test_a_controlnet_that_is_not_served_is_told() -> None:

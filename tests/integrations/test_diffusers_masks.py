@@ -22,7 +22,7 @@ pytest.importorskip("diffusers", reason=REASON)
 from benchmarks.tiny_models.pipelines import drawn, flow
 from sparge.common.metrics import rel_l2
 from sparge.integrations.diffusers import enable
-from sparge.tune import MASK
+from sparge.session import MASK
 
 diffusers: Any = sys.modules["diffusers"]  # its parts are found when they are asked for
 
@@ -65,13 +65,13 @@ class Masked(torch.nn.Module):
 
 
 def loop(model: Any, steps: int = 2, **given: Any) -> tuple[list[Tensor], Any]:
-    """Results of a pass in each step, and the tally of a run with everything kept."""
+    """Results of a pass in each step, and the counts of a run with everything kept."""
     pipe = SimpleNamespace(transformer=model, scheduler=flow())
     pipe.scheduler.set_timesteps(steps)
     with enable(pipe, "manual", **MANUAL) as handle:
         outs = [model(timestep=t[None].bfloat16(), **given) for t in pipe.scheduler.timesteps]
     assert handle.result is not None
-    return outs, handle.result.tally
+    return outs, handle.result.counts
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -83,9 +83,18 @@ def test_a_mask_that_each_block_fills_anew_is_read_anew(form: str, write: str, m
         model = Masked([FORMS[form](real) for real in reals], WRITES[write])
         hidden = drawn(1, 2, TOKENS, 64, seed=1).float()
         native = model(hidden, torch.ones(1))
-        outs, tally = loop(model, hidden_states=hidden)
-    assert (tally.sparse, tally.dense) == (2 * len(reals), 0)
+        outs, counts = loop(model, hidden_states=hidden)
+    assert (counts.sparse, counts.dense) == (2 * len(reals), 0)
     assert all(rel_l2(out, native) < EIGHT_BIT for out in outs)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_mask_of_one_entry_is_for_the_whole_batch(form: str) -> None:
+    model = Masked([FORMS[form](PLACES >= 30)], WRITES["in place"])
+    hidden = drawn(2, 2, TOKENS, 64, seed=1).float()
+    native = model(hidden, torch.ones(1))
+    outs, tally = loop(model, hidden_states=hidden)
+    assert tally.sparse == 2 and all(0 < rel_l2(out, native) < EIGHT_BIT for out in outs)
 
 
 def test_other_masks_of_queries_and_keys_stay_native() -> None:
@@ -94,13 +103,16 @@ def test_other_masks_of_queries_and_keys_stay_native() -> None:
     shifted = ((PLACES[:, None] < 200) & (PLACES >= 120))[None, None]
     swapped = FORMS["padding times padding"](PLACES < 200)
     swapped[..., 0, 0], swapped[..., 0, 250] = False, True
-    weights = torch.zeros(1, 1, TOKENS, TOKENS)
-    for mask in (causal, shifted, swapped, weights, swapped.expand(1, 2, -1, -1)):
+    padding = FORMS["padding times padding"](PLACES < 200)
+    of_one_head = torch.cat([padding, torch.zeros_like(padding)], 1)
+    rows = torch.cat([FORMS["row"](PLACES < 200), FORMS["row"](PLACES < 100)], 1)
+    weights = torch.zeros(1, 1, TOKENS, TOKENS), padding.float()  # Chroma adds the latter
+    for mask in (causal, shifted, swapped, of_one_head, rows, *weights):
         model = Masked([mask], WRITES["in place"])
         hidden = drawn(1, 2, TOKENS, 64, seed=1).float()
         native = model(hidden, torch.ones(1))
-        outs, tally = loop(model, hidden_states=hidden)
-        assert tally.reasons == {MASK: 2} and all(torch.equal(out, native) for out in outs)
+        outs, counts = loop(model, hidden_states=hidden)
+        assert counts.reasons == {MASK: 2} and all(torch.equal(out, native) for out in outs)
 
 
 def test_hunyuan_video_1_5_is_sparse() -> None:
@@ -120,10 +132,10 @@ def test_hunyuan_video_1_5_is_sparse() -> None:
         "image_embeds": torch.zeros(1, 4, 16).bfloat16(), "return_dict": False,
     }  # fmt: skip
     with torch.no_grad():
-        outs, tally = loop(model, **given)
+        outs, counts = loop(model, **given)
         scheduler = flow()
         scheduler.set_timesteps(2)
         for out, t in zip(outs, scheduler.timesteps, strict=True):
             native = model(timestep=t[None].bfloat16(), **given)[0]
             assert 0 < rel_l2(out[0], native) < EIGHT_BIT
-    assert (tally.sparse, tally.dense) == (4, 0)
+    assert (counts.sparse, counts.dense) == (4, 0)

@@ -25,8 +25,8 @@ TINY: dict[str, Any] = {"topk": 0.5, "min_tokens": 100, "start_percent": 0.0}
 
 
 def calls_of(handle: Handle) -> int:
-    assert handle.result is not None and handle.result.tally.sparse
-    return handle.result.tally.sparse
+    assert handle.result is not None and handle.result.counts.sparse
+    return handle.result.counts.sparse
 
 
 @pytest.mark.parametrize("make_copy", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
@@ -65,7 +65,7 @@ def test_a_pass_with_gradients_is_native_and_measures_nothing(mode: str) -> None
             weight.grad = None
             if handle is not None:
                 result = handle.result
-                assert result is not None and not result.tally.sparse and not result.notes
-                assert "no backward pass" in next(iter(result.tally.reasons))
+                assert result is not None and not result.counts.sparse and not result.notes
+                assert "no backward pass" in next(iter(result.counts.reasons))
                 handle.disable()
         assert torch.equal(*gradients[-2:]) and gradients[-1].abs().sum() > 0

@@ -70,12 +70,12 @@ def test_a_handle_that_is_replaced_while_a_block_runs(again: bool, thread: Any) 
     with at_call(attention, 3, thread(act)):  # in the second step, with the prompt
         out = tiny(2)
     assert 0 < rel_l2(out, native) < EIGHT_BIT
-    assert first.result is not None and first.result.tally.sparse == 5
+    assert first.result is not None and first.result.counts.sparse == 5
     assert first.models == []
     for second in handles:
-        assert second.result is not None and second.result.tally.sparse == 2
+        assert second.result is not None and second.result.counts.sparse == 2
         tiny(2)
-        assert second.result.tally.sparse == 8
+        assert second.result.counts.sparse == 8
         second.disable()
     assert torch.equal(tiny(2), native)
     assert not any("forward" in vars(part) for part in tiny.pipe.transformer.modules())
@@ -98,7 +98,7 @@ def test_a_model_that_two_threads_run_serves_one_and_says_so() -> None:
     native = [passes(model, pipe, seed) for seed in (1, 2)]
 
     def ends_in_a_block() -> None:
-        with at_call(model.blocks[0], 1, lambda: 1 / 0), pytest.raises(ZeroDivisionError):
+        with at_call(model.blocks[0].attn1, 1, lambda: 1 / 0), pytest.raises(ZeroDivisionError):
             passes(model, pipe, 2)
 
     def other() -> None:
@@ -110,7 +110,7 @@ def test_a_model_that_two_threads_run_serves_one_and_says_so() -> None:
             out = passes(model, pipe, 1)
         assert torch.equal(others[0], native[1]) and said(handle)
         assert 0 < rel_l2(out, native[0]) < EIGHT_BIT
-        assert handle.result is not None and handle.result.tally.sparse == 4
+        assert handle.result is not None and handle.result.counts.sparse == 4
         in_a_thread(lambda: others.append(passes(model, pipe, 2)))()
         assert 0 < rel_l2(others[1], native[1]) < EIGHT_BIT and not said(handle)
     assert torch.equal(passes(model, pipe, 1), native[0])

@@ -68,9 +68,9 @@ def run(pipe: Any, given: dict[str, Any], **settings: Any) -> Handle:
 def test_half_of_the_steps_are_dense_where_that_is_asked(made: Any) -> None:
     handle = run(*made(), start_percent=0.5)
     assert handle.result is not None
-    tally = handle.result.tally
+    counts = handle.result.counts
     early = "before start_percent 0.5"
-    assert tally.sparse > 0 and tally.reasons[early] == tally.sparse, tally
+    assert counts.sparse > 0 and counts.reasons[early] == counts.sparse, counts
     assert "is not known here: its tokens stay in the order they come" in handle.line
 
 
@@ -78,7 +78,7 @@ def test_timesteps_that_are_not_the_schedulers_leave_it_dense(monkeypatch) -> No
     pipe, given = qwen_image()
     monkeypatch.setattr("sparge.integrations.diffusers.steps._FORMS", (lambda values: -values,))
     handle = run(pipe, given, start_percent=0.0)
-    assert handle.result is not None and handle.result.tally.sparse == 0
+    assert handle.result is not None and handle.result.counts.sparse == 0
     assert "the model is given no timestep of the scheduler" in handle.line
 
 
@@ -117,7 +117,7 @@ def test_a_model_with_cross_attention_alone_says_so() -> None:
     pipe = SimpleNamespace(transformer=Linear(), scheduler=scheduler)
     with enable(pipe, "manual", min_tokens=100) as handle, torch.inference_mode():
         pipe.transformer(torch.randn(1, 2, 320, 64), scheduler.timesteps, torch.randn(1, 9, 64))
-    assert handle.result is not None and handle.result.tally.cross == 1
+    assert handle.result is not None and handle.result.counts.cross == 1
     assert handle.line == "NOTHING WAS SPARSE; all attention calls were cross-attention"
 
 
@@ -149,7 +149,7 @@ def test_sound_that_attends_to_the_picture_is_exact_as_it_is_short() -> None:
     native = pipe.transformer(given, scheduler.timesteps)
     with enable(pipe, "manual", topk=0.1, min_tokens=100, start_percent=0.0) as handle:
         out = pipe.transformer(given, scheduler.timesteps)
-    assert handle.result is not None and handle.result.tally.sparse == 1
+    assert handle.result is not None and handle.result.counts.sparse == 1
     assert torch.equal(out[:, :, 144:], native[:, :, 144:])
 
 

@@ -38,9 +38,9 @@ class Stopped(BaseException):
 def calls_of(handle: Handle) -> tuple[int, int, int]:
     """Numbers of sparse, dense and cross-attention calls of the last run."""
     assert handle.result is not None
-    tally = handle.result.tally
-    assert tally.sparse
-    return tally.sparse, tally.dense, tally.cross
+    counts = handle.result.counts
+    assert counts.sparse
+    return counts.sparse, counts.dense, counts.cross
 
 
 @contextmanager
@@ -76,9 +76,9 @@ class Bystander:
 
     def check(self, handle: Handle) -> None:
         assert handle.result is not None
-        calls = handle.result.tally.calls
+        calls = handle.result.counts.calls
         assert torch.equal(self._attend(), self._expected)
-        assert handle.result.tally.calls == calls
+        assert handle.result.counts.calls == calls
         assert torch.overrides._get_current_function_mode_stack() == []
 
 

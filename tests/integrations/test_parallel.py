@@ -35,7 +35,7 @@ def test_each_rank_chooses_for_its_own_heads(kind: str, tmp_path: Path) -> None:
         for rank in ("", " of rank 1"):
             assert found[f"two {model} calls{rank}"].tolist() == [4, 2], "the first step is dense"
             own = found[f"two {model} density{rank}"]
-            assert own.shape[1] == whole.shape[1] // 2
+            assert own.shape[-1] == whole.shape[-1] // 2
             assert abs(float(own.mean() - whole.mean())) < 0.06, "so both are equally long"
         latents = found[f"two {model}"], found[f"two {model} of rank 1"]
         assert torch.equal(*latents), "one clip"

@@ -64,7 +64,7 @@ def pipelines(device: torch.device) -> Results:
         found |= _ran(f"one {name}", make(), device, given)
         found |= _ran(f"two {name}", _shared(make(), device), device, given)
     why_not = "no kernels" if dist.get_rank() else None
-    with mock.patch("sparge.sampling.run.unusable_reason", lambda device: why_not):
+    with mock.patch("sparge.session.session.unusable_reason", lambda device: why_not):
         found |= _ran("two unusable", _shared(wan(), device), device, budget)
     return found
 
@@ -77,10 +77,10 @@ def _ran(case: str, tiny: Any, device: torch.device, given: dict[str, Any]) -> R
         found = {case: tiny(3, guidance=1.0)}
     result, run = handle.result, handle._run
     assert result is not None and run is not None
-    found[f"{case} calls"] = torch.tensor([result.tally.sparse, result.tally.dense])
-    for table in run.session.chosen:
-        assert table.settings is not None
-        found[f"{case} density"] = table.settings.density
+    found[f"{case} calls"] = torch.tensor([result.counts.sparse, result.counts.dense])
+    for heads in run._heads.values():
+        if heads.settings is not None:
+            found[f"{case} density"] = heads.settings.density
     return found
 
 

@@ -271,13 +271,13 @@ def runs(load_pack: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, boo
     """The (run, stopped) of every run that ends."""
     seen: list[tuple[Any, bool]] = []
     run_class = load_pack("nodes.run_state").Run
-    made = run_class.result
+    made = run_class.report
 
-    def result(run: Any, stopped: bool) -> Any:
+    def report(run: Any, stopped: bool = False) -> Any:
         seen.append((run, stopped))
         return made(run, stopped)
 
-    monkeypatch.setattr(run_class, "result", result)
+    monkeypatch.setattr(run_class, "report", report)
     return seen
 
 
@@ -312,7 +312,7 @@ def sampled(
     prepared: changes the patched model. extras: conditioning. raises: errors that end the run.
     Further names are widgets.
     """
-    hook_of, report = load_pack("nodes.hook").hook_of, load_pack("sparge.sampling")
+    hook_of, told = load_pack("nodes.hook").hook_of, load_pack("sparge.session")
 
     def run(
         step: Any,
@@ -336,8 +336,8 @@ def sampled(
         (run, stopped), last = runs[-1], hook_of(patched).last
         return SimpleNamespace(
             given=given, patched=patched, options=session.options, run=run, stopped=stopped,
-            tally=run.tally, notes=run.notes, last=last, line=last and report.summary(last),
-            details=last and report.details(last),
+            counts=run.counts, notes=[*run._notes], last=last, line=last and told.summary(last),
+            details=last and told.details(last),
         )  # fmt: skip
 
     return run
@@ -366,7 +366,7 @@ class Asked(NamedTuple):
 @pytest.fixture
 def asked(load_pack: Any, monkeypatch: pytest.MonkeyPatch) -> list[Asked]:
     """The calls of the library."""
-    module = load_pack("sparge.tune.call")
+    module = load_pack("sparge.session.calls")
     library, seen = module.attention, []
 
     def attention(q: Any, k: Any, v: Any, policy: Any, **kwargs: Any) -> Any:

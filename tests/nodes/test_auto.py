@@ -7,7 +7,7 @@ import gc
 import itertools
 import weakref
 from collections import Counter
-from contextlib import nullcontext
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -44,8 +44,8 @@ def test_the_last_dense_step_is_measured_or_the_first_of_all(
     )  # fmt: skip
     passes = BLOCKS * len(conditionings)
     why = "before start_percent 0.2" if dense else "measuring"
-    assert got.tally.reasons == {why: max(1, len(dense)) * passes}
-    assert got.tally.sparse == len(asked) == (3 if dense else 2) * passes
+    assert got.counts.reasons == {why: max(1, len(dense)) * passes}
+    assert got.counts.sparse == len(asked) == (3 if dense else 2) * passes
     assert {(call.order and call.order.tokens, call.heads) for call in asked} == {
         (TOKENS if known else None, HEADS)
     }
@@ -53,7 +53,7 @@ def test_the_last_dense_step_is_measured_or_the_first_of_all(
 
 def test_what_outlives_a_call_is_made_between_calls(load_pack, sampled, step, monkeypatch):
     inside, made = [], Counter()
-    tune, forward = load_pack("sparge.tune"), load_pack("nodes.forward").Forward
+    forward = load_pack("nodes.forward").Forward
     attend = forward.attend
 
     def watched(owner, name):
@@ -65,8 +65,8 @@ def test_what_outlives_a_call_is_made_between_calls(load_pack, sampled, step, mo
 
         monkeypatch.setattr(owner, name, made_here)
 
-    for owner in (tune.Measurement, tune.PassRecord):
-        watched(owner, "begin")
+    watched(load_pack("sparge.session.heads").Heads, "__init__")
+    watched(load_pack("sparge.session.report").PassRecord, "expect")
     watched(load_pack("sparge").HeadSettings, "_make_table")
 
     def entered(*args):
@@ -79,7 +79,8 @@ def test_what_outlives_a_call_is_made_between_calls(load_pack, sampled, step, mo
     monkeypatch.setattr(forward, "attend", entered)
     sampled(step, DENSE_THEN_SPARSE, **AUTO)
     assert made == {
-        ("begin", False): 1 + len(DENSE_THEN_SPARSE),  # a measurement, a record a pass
+        ("__init__", False): 1,
+        ("expect", False): 3,  # a pass that may be sparse
         ("_make_table", False): 1,  # of all layers, as all steps are alike
     }
 
@@ -103,30 +104,46 @@ def test_calls_for_one_head_at_a_time(sampled, generator, mode, start):
     )  # fmt: skip
     a_pass, passes = layers * heads, len(DENSE_THEN_SPARSE)
     dense = (2 if start else 1 if mode != "manual" else 0) * a_pass
-    assert (got.tally.sparse, got.tally.dense) == (passes * a_pass - dense, dense)
-    by_step = got.last.report.by_step
+    assert (got.counts.sparse, got.counts.dense) == (passes * a_pass - dense, dense)
+    by_step = got.last.densities.by_step
     assert by_step.shape == (a_pass, passes) and not by_step.isnan().any()
     assert (by_step[:, 0] < 1).all() == (dense == 0)
 
 
-@pytest.mark.parametrize(("chunks", "untracked"), [(1, 1), (HEADS, 2)])
+@pytest.mark.parametrize("mode", ["manual", "auto quality"])
+@pytest.mark.parametrize("chunks", [1, HEADS])
 def test_what_other_calls_do_without_is_allocated_untracked(
-    load_pack, sampled, generator, monkeypatch, chunks, untracked
+    load_pack, sampled, generator, monkeypatch, chunks, mode
 ):
-    """A look at a result, and counters of rows that nobody expected."""
-    entered, clip = [], torch.randn(1, TOKENS, HEADS * 64, generator=generator)
+    """A look at a result, and counters of rows that nobody expected; and few calls stop the
+    recording of allocations."""
+    inside, entered, made = [], [], Counter()
+    clip = torch.randn(1, TOKENS, HEADS * 64, generator=generator)
 
+    @contextmanager
     def context():
         entered.append(1)
-        return nullcontext()
+        inside.append(1)
+        yield
+        inside.pop()
+
+    def noted(record, name, value):
+        if value is not None and name in ("pairs", "_nan"):
+            made[name, bool(inside)] += 1
+        object.__setattr__(record, name, value)
 
     def step(attend):
-        for part in BLOCKS * clip.chunk(chunks, 2):
+        for part in 10 * BLOCKS * clip.chunk(chunks, 2):
             attend(part, part, part, HEADS // chunks)
 
+    monkeypatch.setattr(load_pack("sparge.session.report").PassRecord, "__setattr__", noted)
     monkeypatch.setattr(load_pack("nodes.run_state"), "untracked_allocations", context)
-    got = sampled(step, [0.5])
-    assert got.tally.sparse == BLOCKS * chunks and len(entered) == untracked
+    auto, model = mode != "manual", network(blocks=range(10 * BLOCKS))
+    got = sampled(step, [0.9, 0.5] if auto else [0.5], model, mode=mode)
+    assert got.counts.sparse == 10 * BLOCKS * chunks
+    growths = {} if auto or chunks == 1 else {("pairs", True): 1}  # dense steps tell the rows
+    assert made == {("pairs", False): 1, ("_nan", True): 1} | growths
+    assert len(entered) - auto * 10 * BLOCKS * chunks < 10, "each layer is measured once"
 
 
 @pytest.mark.parametrize(("batch", "prompts"), [([0, 0], 1), ([1, 0, 0], 2)])
@@ -134,13 +151,11 @@ def test_a_prompt_that_is_twice_in_a_batch_is_measured_once(
     load_pack, sampled, step, monkeypatch, batch, prompts
 ):
     """Prompts of regions are all positive ones."""
-    measurement, measured = load_pack("sparge.tune").Measurement, []
-    add = measurement.add
-    monkeypatch.setattr(
-        measurement, "add", lambda *args, **named: (measured.append(1), add(*args, **named))
-    )
+    heads, measured = load_pack("sparge.session.heads"), []
+    measure = heads.measure
+    monkeypatch.setattr(heads, "measure", lambda *args: (measured.append(1), measure(*args))[1])
     got = sampled(step, DENSE_THEN_SPARSE, conditionings=(batch,), **AUTO)
-    assert len(measured) == prompts * BLOCKS and got.tally.sparse > 0
+    assert len(measured) == prompts * BLOCKS and got.counts.sparse > 0
 
 
 @pytest.fixture
@@ -180,8 +195,8 @@ def test_memory_that_dense_attention_lacks_is_not_measurings_fault(sampled, step
 
 @pytest.mark.parametrize("comes_again", [True, False])
 def test_a_layer_that_was_skipped_when_it_should_be_measured(sampled, step, comes_again):
-    """A cache skips it in the last three dense passes, which delays the first sparse pass by
-    one.
+    """A cache skips it in the last three dense passes: it alone is measured where it comes again,
+    and is sparse one step later.
     """
     passes = itertools.count()
 
@@ -193,7 +208,8 @@ def test_a_layer_that_was_skipped_when_it_should_be_measured(sampled, step, come
         )
 
     got = sampled(cached, [1.0, 0.9, 0.8, 0.7, 0.5, 0.4], start_percent=0.45, **AUTO)
-    assert got.tally.reasons["measuring"] == got.tally.sparse == (2 if comes_again else 1)
+    assert got.counts.reasons["measuring"] == comes_again
+    assert got.counts.sparse == 2 + comes_again
 
 
 @pytest.mark.parametrize(
@@ -214,13 +230,12 @@ def test_a_layer_that_was_skipped_when_it_should_be_measured(sampled, step, come
 def test_what_cannot_be_measured_stays_dense_with_its_reason(
     load_pack, sampled, step, monkeypatch, error, reason
 ):
-    def refuse(sample):
+    def refuse(*args):
         raise error(load_pack("sparge"))
 
-    measuring = load_pack("sparge.tune.head_measuring")
-    monkeypatch.setattr(measuring, "measure_for", lambda device: refuse)
+    monkeypatch.setattr(load_pack("sparge.session.heads"), "measure", refuse)
     got = sampled(step, [0.5, 0.4], start_percent=0.0, **AUTO)
-    assert got.tally.reasons == {reason: 2 * BLOCKS}
+    assert got.counts.reasons == {reason: 2 * BLOCKS}
 
 
 def test_text_alone_is_no_work_for_heads(sampled, generator):
@@ -230,25 +245,26 @@ def test_text_alone_is_no_work_for_heads(sampled, generator):
         lambda attend: attend(q, q, q, HEADS), [0.5, 0.4], network("Flux", patch_size=2),
         (2, 2), torch.zeros(1, 190, 8), min_tokens=100, **AUTO,
     )  # fmt: skip
-    (reason,) = got.tally.reasons
-    assert "Every query block holds exact tokens" in reason
+    (reason,) = got.counts.reasons
+    assert reason == "every query block holds text, which stays exact"
 
 
 def test_the_result_of_a_run_holds_nothing_of_it(sampled, step, runs):
     got = sampled(step, DENSE_THEN_SPARSE, **AUTO)
-    report, run = got.last.report, weakref.ref(got.run)
+    report, run = got.last, weakref.ref(got.run)
     del got
     runs.clear()
     gc.collect()
     assert run() is None
-    assert report.by_step.shape == (BLOCKS, len(DENSE_THEN_SPARSE))
-    assert (report.by_step[:, :2] == 1).all()
-    assert report.densities.overall == pytest.approx(float(report.by_step[:, 2:].mean()))
-    (shape,) = report.shapes
-    assert shape.layers.tolist() == list(range(BLOCKS))
-    error = report.mean_error("predicted")
-    assert error == pytest.approx(float((shape.predicted * shape.head_weight).mean()))
-    assert 0 < error <= 0.06, "blocks are large beside so few tokens"
+    found = report.densities
+    assert found.by_step.shape == (BLOCKS, len(DENSE_THEN_SPARSE))
+    assert (found.by_step[:, :2] == 1).all()
+    assert found.of_sparse_calls == pytest.approx(float(found.by_step[:, 2:].mean()))
+    (heads,) = report.heads
+    assert list(heads.layers) == list(range(BLOCKS))
+    torch.testing.assert_close(heads.density.mean(1), found.by_step[:, 2:].mean(1))
+    assert report.error == pytest.approx(float((heads.expected * heads.weight).mean()))
+    assert 0 < report.error <= 0.06, "blocks are large beside so few tokens"
 
 
 def test_the_same_run_twice(session, patch, step):

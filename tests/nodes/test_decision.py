@@ -8,7 +8,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def decision(load_pack):
-    return load_pack("sparge.sampling.decision")
+    return load_pack("sparge.session.calls")
 
 
 @pytest.fixture(scope="module")
@@ -18,17 +18,17 @@ def settings(load_pack):
 
 @pytest.fixture(scope="module")
 def window_of(load_pack):
-    return load_pack("sparge.tune").SigmaWindow
+    return load_pack("sparge.session").SigmaWindow
 
 
 @pytest.fixture(scope="module")
 def layout_of(load_pack):
     """layout_of(grid, text position's name, **fields) of a model of ten blocks."""
-    sampling, positions = load_pack("sparge.sampling"), load_pack("sparge.tune").TextPosition
+    session = load_pack("sparge.session")
 
     def made(grid=None, text=None, **fields):
-        position = positions[text] if text else None
-        return sampling.TokenLayout(family="Test", text=position, grid=grid, blocks=10, **fields)
+        position = session.TextPosition[text] if text else None
+        return session.TokenLayout(family="Test", text=position, grid=grid, blocks=10, **fields)
 
     return made
 
@@ -132,23 +132,6 @@ def test_parts_of_a_self_attention_are_for_manual_mode(decision, settings, layou
     assert decision.Decision.of(call, layout, auto).why_exact == why
 
 
-@pytest.mark.parametrize(
-    ("start", "end", "schedule", "steps"),
-    [
-        (0.8, 0.0, [1.0, 0.9, 0.8, 0.5], 2),
-        (0.8, 0.5, [1.0, 0.9, 0.8, 0.5, 0.4, 0.3], 4),
-        (0.8, 0.0, [0.7, 0.5], 1),  # the one that is measured
-        (float("inf"), 0.4, [1.0, 0.5, 0.3], 2),
-        (float("inf"), 0.0, [1.0, 0.5], 1),
-        (0.8, 0.0, [], 1),
-    ],
-)
-def test_dense_steps_of_a_schedule(window_of, start, end, schedule, steps):
-    window = window_of(start, end)
-    assert window.dense_steps(schedule) == steps
-    assert window.sparse_steps(schedule) == (max(0, len(schedule) - steps) if schedule else None)
-
-
 def test_text_that_attends_to_itself_stays_exact(decision, settings, layout_of):
     """The token refiner of HunyuanVideo, with min_tokens 0."""
     layout, calls = layout_of((4, 8, 10), "FIRST"), [(n, n) for n in (24, 79, 80, 320, 344)]
@@ -176,14 +159,18 @@ def test_the_window(window_of, sigma, reason):
 
 
 def test_the_place_in_the_window_counts_its_steps(load_pack, window_of):
-    place, window = load_pack("sparge.tune").Place, window_of(start=0.8, end=0.2)
+    step, window = load_pack("sparge.session").Step((0,), 7), window_of(start=0.8, end=0.2)
     schedule = [1.0, 0.9, 0.8, 0.7, 0.3, 0.2, 0.1]
-    found = [window.place(level, schedule) for level in (0.8, 0.7, 0.3, 0.2)]
-    assert found == [place(index, 4) for index in range(4)]
-    assert window.place(0.5, schedule).index == 2, "between steps: as the next one"
-    assert window.place(0.9, schedule).index == 0 and window.place(0.1, schedule).index == 3
+
+    def place(level, schedule=schedule):
+        found = window.step(step, level, schedule)
+        return found.index, found.of_sparse
+
+    assert [place(level) for level in (0.8, 0.7, 0.3, 0.2)] == [(index, 4) for index in range(4)]
+    assert place(0.5) == (2, 4), "between steps: as the next one"
+    assert place(0.9) == (0, 4) and place(0.1) == (3, 4)
     for unknown in ([], [1.0, 0.9]):
-        assert window.place(0.5, unknown) is None
+        assert place(0.5, unknown) == (None, None)
 
 
 def test_open_edges_hold_whatever_a_model_sampling_calls_its_ends(window_of):
@@ -194,7 +181,7 @@ def test_open_edges_hold_whatever_a_model_sampling_calls_its_ends(window_of):
 
 @pytest.fixture(scope="module")
 def spans(load_pack):
-    return load_pack("sparge.tune").LayerSpans
+    return load_pack("sparge.session").LayerSpans
 
 
 @pytest.mark.parametrize(
@@ -219,7 +206,9 @@ def test_numbers_that_no_block_has(spans):
     parsed = spans.parse("0-2, 9-12, -10, -11--1")
     assert parsed.missing(10) == [-11, 12]
     assert parsed.missing(13) == []
-    assert parsed.needs_total and not spans.parse("0-2").needs_total
+    assert parsed.remark(10) == "dense_blocks names -11, 12; this model has blocks 0-9"
+    assert parsed.remark(13) == spans.parse("0-2").remark(None) == ""
+    assert parsed.remark(None).startswith("negative dense_blocks do nothing")
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def test_attention_stays_dense_where_no_target_compiles(load_pack, refusing, war
 
 
 def test_the_filter_is_used_again(load_pack, refusing, warmed):
-    fitted = load_pack("sparge.tune").fitted
+    fitted = load_pack("sparge.session.settings").fitted
     policy = load_pack("nodes.settings").Settings(pvthreshd=15.0).policy()
     refusing("attend_hopper")
     assert not fitted(policy, GPU).pv_filter
@@ -72,15 +72,17 @@ def test_the_filter_is_used_again(load_pack, refusing, warmed):
     assert fitted(policy, GPU) is policy
 
 
-def test_the_speed_of_the_best_target_no_longer_holds(load_pack, refusing, warmed, monkeypatch):
-    speed = load_pack("sparge.speed")
-    table = speed.SpeedTable({}, "", {})
+def test_times_of_the_best_target_no_longer_hold(
+    load_pack, refusing, warmed, monkeypatch, tmp_path
+):
+    timing = load_pack("sparge.session.timing")
+    monkeypatch.setenv("SPARGE_CACHE", str(tmp_path))
+    monkeypatch.setattr(timing, "driver_version", lambda: 12080)
     refusing("attend_hopper")
-    kept = load_pack("sparge.speed.kept")
-    monkeypatch.setitem(kept._known, (0, kept._kind(GPU, speed.TORCH)), table)
-    assert speed.known_table(GPU) is table
+    timing.keep_none(GPU, timing.TORCH)
+    assert timing.are_kept(GPU, timing.TORCH)
     warmed()
-    assert speed.known_table(GPU) is None
+    assert not timing.are_kept(GPU, timing.TORCH)
 
 
 def test_the_report_says_so_once(
@@ -89,6 +91,6 @@ def test_the_report_says_so_once(
     refusing("attend_hopper")
     warmed()
     known = load_pack("sparge").capabilities(GPU)
-    monkeypatch.setattr(load_pack("sparge.sampling.run"), "capabilities", lambda device: known)
+    monkeypatch.setattr(load_pack("sparge.session.session"), "capabilities", lambda device: known)
     got = sampled(step, [0.9, 0.7, 0.6])
     assert got.notes.count(NOTE) == got.line.count(NOTE.rstrip(".")) == 1

@@ -40,8 +40,8 @@ def run(sampled, generator):
 
 def test_manual_mode_serves_each_frame(run):
     got = run(topk=1.0)
-    assert got.tally.sparse == 2 * 2 * FRAMES and got.tally.cross == 4 * 2
-    assert got.tally.reasons == {"before start_percent 0.2": 2 * 2 * FRAMES}
+    assert got.counts.sparse == 2 * 2 * FRAMES and got.counts.cross == 4 * 2
+    assert got.counts.reasons == {"before start_percent 0.2": 2 * 2 * FRAMES}
     assert got.line.startswith(f"Wan, {CLIP} tokens")
     assert "the model attends frame by frame" in got.line and "other tokens" not in got.line
     assert relative_error(got.given[-1], got.given[0]) < EIGHT_BIT
@@ -50,14 +50,14 @@ def test_manual_mode_serves_each_frame(run):
 
 def test_auto_modes_say_what_it_is(run):
     got = run(mode="auto quality")
-    assert got.tally.sparse == 0 and got.tally.cross == 4 * 2
+    assert got.counts.sparse == 0 and got.counts.cross == 4 * 2
     why = "the model attends frame by frame, which only mode manual serves"
-    assert got.tally.reasons == {why: 4 * 2 * FRAMES}
+    assert got.counts.reasons == {why: 4 * 2 * FRAMES}
     assert "NOTHING WAS SPARSE" in got.line and "start_percent" not in got.line
     assert all(torch.equal(out, got.given[0]) for out in got.given)
 
 
 def test_shorter_sequences_than_min_tokens_stay_dense(run):
-    tally = run(min_tokens=CLIP + FRAME + 1).tally
-    assert tally.sparse == 0
-    assert set(tally.reasons) == {f"fewer than min_tokens ({CLIP + FRAME + 1}) tokens"}
+    counts = run(min_tokens=CLIP + FRAME + 1).counts
+    assert counts.sparse == 0
+    assert set(counts.reasons) == {f"fewer than min_tokens ({CLIP + FRAME + 1}) tokens"}

@@ -61,16 +61,16 @@ def test_listed_blocks_stay_dense_and_other_reasons_come_first(sampled, generato
             attend(q, q, q, HEADS)
 
     got = sampled(step, [0.9, 0.5], dense_blocks=listed)
-    assert got.tally.sparse == sparse
+    assert got.counts.sparse == sparse
     counts = {"listed in dense_blocks": 2 - sparse} if sparse < 2 else {}
-    assert got.tally.reasons == counts | {"before start_percent 0.2": 2}
+    assert got.counts.reasons == counts | {"before start_percent 0.2": 2}
 
 
 def test_counts_and_reasons(run):
     got = run([1.0, 0.8, 0.5])
     assert not got.stopped
-    assert (got.tally.sparse, got.tally.cross, got.tally.forwards) == (2, 3, 3)
-    assert got.tally.reasons == {
+    assert (got.counts.sparse, got.counts.cross, got.counts.passes) == (2, 3, 3)
+    assert got.counts.reasons == {
         "before start_percent 0.2": 1,
         f"fewer than min_tokens ({TOKENS}) tokens": 3,
         "attention mask": 3,
@@ -136,14 +136,14 @@ def test_a_node_that_chains_ours_stays_outside(run, step, chain):
         seen.append(attend.options[KEY])
         step(attend)
 
-    assert run(step=looking, prepared=chained).tally.sparse == 1
+    assert run(step=looking, prepared=chained).counts.sparse == 1
     assert seen == theirs
 
 
 def test_a_node_that_overwrites_ours_becomes_the_dense_path(
     load_pack, patch, session, step, runs, monkeypatch
 ):
-    library = load_pack("sparge.tune.call")
+    library = load_pack("sparge.session.calls")
     monkeypatch.setattr(library, "attention", lambda q, k, v, policy, **kwargs: q)
     patched, served, in_use = patch(), [], []
 
@@ -160,7 +160,7 @@ def test_a_node_that_overwrites_ours_becomes_the_dense_path(
     for _ in range(2):
         running.sample(looking, [0.5] * 250)
     compared = 1 + 63  # at first, and in every fourth step
-    assert [run.tally.sparse for run, _ in runs] == [250 - compared] * 2
+    assert [run.counts.sparse for run, _ in runs] == [250 - compared] * 2
     assert len(served) == 2 * (250 * 3 + compared)
     assert len({id(override) for override in in_use}) == 1  # a new one would make models recompile
     assert in_use[0].__sparge__.previous is theirs is running.options[KEY]
@@ -175,8 +175,8 @@ def test_a_dense_path_that_leads_back_ends(run):
             func, *args, **kwargs
         )
 
-    tally = run([0.9, 0.5], prepared=hide).tally
-    assert (tally.sparse, tally.calls) == (1, 8)
+    counts = run([0.9, 0.5], prepared=hide).counts
+    assert (counts.sparse, counts.calls) == (1, 8)
 
 
 def test_nothing_outlives_a_run(run, runs):
@@ -225,7 +225,7 @@ def test_two_runs_at_once_do_not_mix(patch, session, step, runs):
         thread.start()
     for thread in threads:
         thread.join()
-    assert [run.tally.sparse for run, _ in runs] == [5] * 5
+    assert [run.counts.sparse for run, _ in runs] == [5] * 5
     expected, *others = map(torch.stack, results)
     assert all(torch.equal(got, expected) for got in others)
 
@@ -248,7 +248,7 @@ def test_one_forward_at_a_time_waits_for_the_gpu(patch, session, step, monkeypat
 
 def test_without_a_gpu_everything_stays_dense_and_the_line_says_why(run, reference_forbidden):
     got = run()
-    assert (got.tally.sparse, got.tally.dense) == (0, 3)
+    assert (got.counts.sparse, got.counts.dense) == (0, 3)
     assert "NOTHING WAS SPARSE" in got.line and "NVIDIA" in got.line
 
 

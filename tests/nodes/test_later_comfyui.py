@@ -78,7 +78,7 @@ def test_what_a_model_prefers_serves_its_dense_calls(ran, qkv, mode, as_containe
         return called(options, *tensors, heads=HEADS, preferred_attention=chosen)
 
     got = ran(call, mode=mode)
-    assert (got.tally.sparse, len(calls)) == (2 * BLOCKS, BLOCKS)
+    assert (got.counts.sparse, len(calls)) == (2 * BLOCKS, BLOCKS)
     assert calls[0].keys() == {"heads", "transformer_options", "_inside_attn_wrapper"}
     expected = backend(*qkv, heads=HEADS)
     assert torch.equal(got.given[0][0], expected)
@@ -94,7 +94,7 @@ def test_a_model_that_prefers_nothing(ran, chosen):
         return backend(*args, **kwargs)
 
     given = {"heads": HEADS, "preferred_attention": chosen, "func": func}
-    assert ran(lambda options, *qkv: called(options, *qkv, **given)).tally.sparse == 2 * BLOCKS
+    assert ran(lambda options, *qkv: called(options, *qkv, **given)).counts.sparse == 2 * BLOCKS
     assert len(calls) == BLOCKS
 
 
@@ -113,7 +113,7 @@ def test_an_override_goes_before_what_the_model_prefers(ran):
         lambda options, *qkv: called(options, *qkv, **given),
         prepared=lambda patched: patched.transformer_options.update({KEY: chosen}),
     )
-    assert got.tally.sparse == 2 * BLOCKS - 1
+    assert got.counts.sparse == 2 * BLOCKS - 1
 
 
 def test_shared_keys_that_are_flat(sampled, generator):
@@ -124,7 +124,7 @@ def test_shared_keys_that_are_flat(sampled, generator):
         return called(attend.options, q, k, v, heads=4, enable_gqa=True)
 
     got = sampled(step, LEVELS, topk=1.0)
-    assert got.tally.sparse == 2
+    assert got.counts.sparse == 2
     assert relative_error(got.given[2], got.given[0]) < 2 * EIGHT_BIT
 
 
@@ -173,7 +173,7 @@ def test_a_call_that_nobody_knows_goes_on_as_it_came(ran, make, qkv):
 
     got = ran(call)
     assert got.given == [["theirs"] * BLOCKS] * 3
-    assert got.tally.reasons == {UNKNOWN: 3 * BLOCKS}
+    assert got.counts.reasons == {UNKNOWN: 3 * BLOCKS}
     for (args, kwargs), (given, named) in zip(received, made, strict=True):
         assert (
             all(x is y for x, y in zip(args, given, strict=True)) and kwargs.keys() == named.keys()
@@ -189,5 +189,5 @@ def test_an_option_that_nobody_knows_goes_on_as_it_came(ran):
         return backend(*args, **kwargs)
 
     got = ran(lambda options, *qkv: called(options, *qkv, heads=HEADS, func=func, window=7))
-    assert got.tally.sparse == 0 and received == [7] * 3 * BLOCKS
-    assert any("window" in reason for reason in got.tally.reasons)
+    assert got.counts.sparse == 0 and received == [7] * 3 * BLOCKS
+    assert any("window" in reason for reason in got.counts.reasons)

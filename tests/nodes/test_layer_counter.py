@@ -174,7 +174,7 @@ def test_refiners_come_before_the_blocks_and_have_no_number(load_pack, counter, 
     blocks = [found.next(options, 344, HEADS) for options in published]
     assert [(layer.number, layer.row) for layer in blocks] == [(0, 0), (1, 1), (2, 2)]
     assert [layer.row for layer in refiners] == [30, 31, 32, 33]
-    spans = load_pack("sparge.tune").LayerSpans.parse("0-29, -30--1, 60").of_total(30)
+    spans = load_pack("sparge.session").LayerSpans.parse("0-29, -30--1, 60").of_total(30)
     assert not any(layer.number in span for layer in refiners for span in spans)
 
 

@@ -64,8 +64,8 @@ def told(sampled, generator):
 )
 def test_a_model_that_gives_none_but_those(told, spoil, why, mode):
     got = told(spoil, mode=mode)
-    assert got.tally.sparse == 0
-    assert got.tally.reasons == {"before start_percent 0.2": 2 * BLOCKS, why: 3 * BLOCKS}
+    assert got.counts.sparse == 0
+    assert got.counts.reasons == {"before start_percent 0.2": 2 * BLOCKS, why: 3 * BLOCKS}
     assert f"{why} ({3 * BLOCKS})" in got.line and got.line in got.details
     assert "NOTHING WAS SPARSE" in got.line and "could not be measured" not in got.line
 
@@ -73,31 +73,29 @@ def test_a_model_that_gives_none_but_those(told, spoil, why, mode):
 @pytest.mark.parametrize("spoil", [nan_of_a_weight, nan_in_one_query])
 def test_one_layer_of_them(told, spoil):
     got = told(spoil, which=[1])
-    assert (got.tally.sparse, got.tally.reasons[NAN]) == (3 * (BLOCKS - 1), 3)
+    assert (got.counts.sparse, got.counts.reasons[NAN]) == (3 * (BLOCKS - 1), 3)
     assert got.line.count(NAN) == 1
 
 
 def test_without_a_dense_step(told):
     got = told(nan_of_a_weight, start_percent=0.0)
-    assert got.tally.reasons == {"measuring": BLOCKS, NAN: 4 * BLOCKS} and NAN in got.line
+    assert got.counts.reasons == {"measuring": BLOCKS, NAN: 4 * BLOCKS} and NAN in got.line
 
 
 def test_what_is_not_finite_in_eight_bits_alone_is_not_the_models(load_pack, told, monkeypatch):
     line = told(nothing).line
     assert "NaN" not in line and " inf" not in line
-    measured = load_pack("sparge.tune.head_measuring").measure_for
+    heads = load_pack("sparge.session.heads")
+    measure = heads.measure
 
-    def broken(device):
-        def measure(sample):
-            found = measured(device)(sample)
-            found.distances.norm.fill_(torch.nan)
-            return found
+    def broken(*args):
+        found = measure(*args)
+        found.norm.fill_(torch.nan)
+        return found
 
-        return measure
-
-    monkeypatch.setattr(load_pack("sparge.tune.head_measuring"), "measure_for", broken)
+    monkeypatch.setattr(heads, "measure", broken)
     got = told(nothing)
-    assert got.tally.reasons["this layer could not be measured"] == 3 * BLOCKS
+    assert got.counts.reasons["this layer could not be measured"] == 3 * BLOCKS
     assert "NaN" not in got.line
 
 
@@ -114,16 +112,16 @@ def test_what_begins_in_a_sparse_step(load_pack, told, mode, spoil, first):
     """The last layer of each pass is looked at: a model hands on what its layers give. In 8 bits an
     infinity makes NaN."""
     got = told(spoil, which=[LAST], first=first, mode=mode)
-    assert got.tally.sparse == 3 * BLOCKS
+    assert got.counts.sparse == 3 * BLOCKS
     assert got.last.notes[0].startswith(f"NaN {SPARSE}") and got.line.count(SPARSE) == 1
-    second = load_pack("sparge.sampling").verdict(got.last).split("\n")[1]
+    second = load_pack("sparge.session").verdict(got.last).split("\n")[1]
     assert second.startswith("NaN in the results of sparse")
 
 
 @pytest.mark.parametrize("start", [0.0, 0.2])
 def test_a_model_that_gives_nothing_else_in_mode_manual(told, start):
     got = told(nan_of_a_weight, mode="manual", start_percent=start)
-    assert f"NaN {SPARSE}" in got.line and got.tally.sparse > 0
+    assert f"NaN {SPARSE}" in got.line and got.counts.sparse > 0
 
 
 @pytest.mark.parametrize("mode", ["manual", "auto quality"])
@@ -133,11 +131,16 @@ def test_finite_results_are_not_doubted(told, mode):
 
 def test_one_result_a_pass_is_looked_at(load_pack, told, monkeypatch):
     """So that it takes next to no time."""
-    finite, looked = load_pack("sparge.tune.finite_rows").FiniteRows, []
-    look = finite.look
-    monkeypatch.setattr(
-        finite, "look", lambda self, row, out: (looked.append(row), look(self, row, out))
-    )
+    record, looked = load_pack("sparge.session.report").PassRecord, []
+    look = record.look
+
+    def noted(self, row, out):
+        before = self._nan
+        look(self, row, out)
+        if self._nan is not before:
+            looked.append(row)
+
+    monkeypatch.setattr(record, "look", noted)
     told(nothing, mode="manual")
     assert looked == [LAST] * 3
     told(nothing, mode="manual", dense_blocks="-1")

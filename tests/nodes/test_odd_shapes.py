@@ -9,7 +9,7 @@ import functools
 import pytest
 import torch
 
-from sparge.sampling.decision import DIFFERENT_NUMBERS
+from sparge.session.calls import DIFFERENT_NUMBERS
 from tests.nodes.parts import EIGHT_BIT, HEADS, TOKENS, relative_error
 
 pytestmark = pytest.mark.usefixtures("reference_allowed")
@@ -78,7 +78,7 @@ def plain(q, k, v, heads, mask=None, skip_reshape=False, skip_output_reshape=Fal
 @pytest.fixture
 def outcome(sampled):
     """outcome(operands, flags, mode, backend): results of four steps, of which the first is before
-    the window, and the tally."""
+    the window, and the counts."""
 
     def of(operands, flags, mode, backend=plain):
         def step(attend):
@@ -89,7 +89,7 @@ def outcome(sampled):
             step, [1.0, 0.7, 0.6, 0.5], torch.nn.Module(), conditionings=([0],), mode=mode,
             min_tokens=0, topk=1.0,
         )  # fmt: skip
-        return got.given, got.tally
+        return got.given, got.counts
 
     return of
 
@@ -101,7 +101,7 @@ def test_shapes_that_comfyui_takes(outcome, name, mode):
     # One entry for two is read as half as many keys, which mode manual serves.
     half = name == "k and v of one entry"
     served |= half and mode == "manual"
-    results, tally = outcome([q, k, v], flags, mode)
+    results, counts = outcome([q, k, v], flags, mode)
     expected = plain(q, k, v, HEADS, **flags)
     for out in results:
         assert out.shape == expected.shape
@@ -110,10 +110,10 @@ def test_shapes_that_comfyui_takes(outcome, name, mode):
             assert relative_error(out, expected) < EIGHT_BIT, "half of the blocks dropped is 0.3"
     shapes = (f"{x} {tuple(operand.shape)}" for x, operand in zip("qkv", [q, k, v], strict=True))
     why = "the model sends shapes that this node does not serve: " + ", ".join(shapes)
-    assert tally.sparse == 3 * served
+    assert counts.sparse == 3 * served
     why = DIFFERENT_NUMBERS if half else why
-    assert tally.reasons[why] == (0 if served else 3 + (mode != "manual"))
-    assert tally.dense == 1 + 3 * (not served) and tally.cross == 0
+    assert counts.reasons[why] == (0 if served else 3 + (mode != "manual"))
+    assert counts.dense == 1 + 3 * (not served) and counts.cross == 0
 
 
 @pytest.mark.parametrize("mode", ["manual", "auto quality"])
@@ -121,9 +121,9 @@ def test_shapes_that_comfyui_takes(outcome, name, mode):
 def test_shapes_for_another_node(outcome, name, mode):
     """Whatever that gives goes through."""
     *operands, flags = REFUSED_BY_COMFYUI[name]
-    results, tally = outcome(operands, flags, mode, lambda q, *_, **__: q + 1)
+    results, counts = outcome(operands, flags, mode, lambda q, *_, **__: q + 1)
     assert all(torch.equal(out, operands[0] + 1) for out in results)
-    assert tally.sparse == 0 and tally.dense + tally.cross == 4
+    assert counts.sparse == 0 and counts.dense + counts.cross == 4
 
 
 @pytest.mark.parametrize("counts", [256, [None], [[256]], "256"])
@@ -137,7 +137,7 @@ def test_counts_of_reference_tokens_that_are_none_leave_calls_exact(sampled, cou
         step, [1.0, 0.5], torch.nn.Module(), conditionings=([0],), mode="manual", min_tokens=0
     )
     assert all(torch.equal(out, plain(Q, K, V, HEADS)) for out in got.given)
-    (reason,) = got.tally.reasons
+    (reason,) = got.counts.reasons
     assert "an option unknown here (reference_image_num_tokens)" in reason
 
 
@@ -146,8 +146,8 @@ def test_a_backend_without_a_name_serves_dense_calls(load_pack, outcome, monkeyp
     nameless = functools.partial(plain)
     monkeypatch.setattr(load_pack("nodes.run_state"), "exact_attention", lambda: nameless)
     monkeypatch.setattr(host, "exact_attention", lambda: nameless)
-    results, tally = outcome((Q, K, V), {}, "manual", nameless)
-    assert (tally.sparse, tally.dense) == (3, 1)
+    results, counts = outcome((Q, K, V), {}, "manual", nameless)
+    assert (counts.sparse, counts.dense) == (3, 1)
     assert torch.equal(results[0], plain(Q, K, V, HEADS))
 
 
@@ -163,9 +163,9 @@ def test_what_dense_attention_raises_is_not_ours(outcome, caplog):
 
 def test_a_dense_result_of_another_shape_is_not_measured(outcome):
     """A node that serves dense calls may give one."""
-    results, tally = outcome((Q, K, V), {}, "auto quality", lambda q, *_, **__: q.unsqueeze(0))
+    results, counts = outcome((Q, K, V), {}, "auto quality", lambda q, *_, **__: q.unsqueeze(0))
     assert all(out.shape == (1, *Q.shape) for out in results)
-    assert any("(1, 2, 256, 128)" in reason for reason in tally.reasons)
+    assert any("(1, 2, 256, 128)" in reason for reason in counts.reasons)
 
 
 @pytest.mark.parametrize(
@@ -186,15 +186,15 @@ def test_an_error_of_ours_is_dense_counted_and_logged(
         raise kind("no such thing")
 
     if place == "call":
-        monkeypatch.setattr(load_pack("sparge.tune.call"), "attention", fail)
+        monkeypatch.setattr(load_pack("sparge.session.calls"), "attention", fail)
     elif place == "measuring":
-        monkeypatch.setattr(load_pack("sparge.tune").Measurement, "add", fail)
+        monkeypatch.setattr(load_pack("sparge.session.heads"), "measure", fail)
     else:
-        monkeypatch.setattr(load_pack("sparge.sampling").TokenLayout, "exact_tokens", fail)
-    results, tally = outcome((Q, K, V), {}, mode)
+        monkeypatch.setattr(load_pack("sparge.session").TokenLayout, "exact_tokens", fail)
+    results, counts = outcome((Q, K, V), {}, mode)
     assert all(torch.equal(out, plain(Q, K, V, HEADS)) for out in results)
-    failed = load_pack("sparge.tune").FAILED
-    assert tally.sparse == 0 and tally.reasons[failed] == dense_after
+    failed = load_pack("sparge.session").FAILED
+    assert counts.sparse == 0 and counts.reasons[failed] == dense_after
     (record,) = (x for x in caplog.records if "Please report it" in x.message)
     assert f"{kind.__name__}: no such thing" in record.message and record.exc_info
 
@@ -207,12 +207,12 @@ def test_an_error_around_a_pass_costs_no_picture(
         raise AttributeError("no such model")
 
     monkeypatch.setattr(load_pack("nodes.forward").Forward, where, fail)
-    results, tally = outcome((Q, K, V), {}, "manual")
+    results, counts = outcome((Q, K, V), {}, "manual")
     assert len(results) == 4 and all(out.shape == Q.shape for out in results)
     assert caplog.text.count("AttributeError: no such model. Please report it") == 1
-    assert tally.calls == (0 if where == "begin" else 4)
+    assert counts.calls == (0 if where == "begin" else 4)
     if where == "begin":
-        assert any(load_pack("sparge.tune").FAILED in note for note in runs[-1][0].notes)
+        assert any(load_pack("sparge.session").FAILED in note for note in runs[-1][0].notes)
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
@@ -220,6 +220,6 @@ def test_what_comfyui_has_to_see_goes_through(load_pack, outcome, monkeypatch, e
     def fail(*args, **kwargs):
         raise error
 
-    monkeypatch.setattr(load_pack("sparge.tune.call"), "attention", fail)
+    monkeypatch.setattr(load_pack("sparge.session.calls"), "attention", fail)
     with pytest.raises(error):
         outcome((Q, K, V), {}, "manual")

@@ -47,8 +47,8 @@ def test_a_plain_one_is_passed_by_when_it_is_known(sampled, step):
         return func(*args, **kwargs)
 
     got = sampled(step, LEVELS, prepared=setting(theirs), **ALL)
-    assert got.tally.reasons == {CHECKING: BLOCKS + 3} and len(calls) == BLOCKS + 3
-    assert got.tally.sparse == len(LEVELS) * BLOCKS - len(calls)
+    assert got.counts.reasons == {CHECKING: BLOCKS + 3} and len(calls) == BLOCKS + 3
+    assert got.counts.sparse == len(LEVELS) * BLOCKS - len(calls)
     assert got.run.override_checks._layers  # nothing of it outlives the run
 
 
@@ -57,7 +57,7 @@ def test_a_plain_one_is_passed_by_when_it_is_known(sampled, step):
 def test_a_meaning_is_kept(sampled, step, meaning, widgets):
     override = override_of(MEANINGS[meaning])
     got = sampled(step, LEVELS[:4], prepared=setting(override), **widgets)
-    assert got.tally.sparse == 0 and got.tally.reasons[CHANGES] == 3 * BLOCKS
+    assert got.counts.sparse == 0 and got.counts.reasons[CHANGES] == 3 * BLOCKS
     for given in got.given:
         for found, expected in zip(given, results(override, step), strict=True):
             assert torch.equal(found, expected)
@@ -65,7 +65,7 @@ def test_a_meaning_is_kept(sampled, step, meaning, widgets):
 
 def test_the_first_dense_step_tells(sampled, step):
     got = sampled(step, [0.9, *LEVELS[4:]], prepared=setting(override_of(backend)), topk=1.0)
-    assert got.tally.reasons == {"before start_percent 0.2": BLOCKS, CHECKING: 2}
+    assert got.counts.reasons == {"before start_percent 0.2": BLOCKS, CHECKING: 2}
 
 
 def test_a_layer_in_which_it_acts_is_dense(sampled, generator):
@@ -78,8 +78,8 @@ def test_a_layer_in_which_it_acts_is_dense(sampled, generator):
 
     acts = only_where(temperature, lambda options: options["block_index"] == 1)
     got = sampled(step, LEVELS[:5], prepared=setting(override_of(acts)), **ALL)
-    assert got.tally.reasons == {CHECKING: BLOCKS + 1, CHANGES: 4}
-    assert got.tally.sparse == 4 - 1
+    assert got.counts.reasons == {CHECKING: BLOCKS + 1, CHANGES: 4}
+    assert got.counts.sparse == 4 - 1
 
 
 def test_each_prompt_tells(sampled, step):
@@ -89,8 +89,8 @@ def test_each_prompt_tells(sampled, step):
     for meaning, changed in ((backend, 0), (acts, 2 * 2 * BLOCKS)):
         chosen = setting(override_of(meaning))
         got = sampled(step, LEVELS[:3], prepared=chosen, conditionings=both, **ALL)
-        assert got.tally.reasons[CHANGES] == changed
-        assert got.tally.reasons[CHECKING] == 2 * BLOCKS + (0 if changed else 2)
+        assert got.counts.reasons[CHANGES] == changed
+        assert got.counts.reasons[CHECKING] == 2 * BLOCKS + (0 if changed else 2)
 
 
 def test_a_prompt_that_comes_later_tells_for_itself(session, patch, runs, step):
@@ -104,7 +104,7 @@ def test_a_prompt_that_comes_later_tells_for_itself(session, patch, runs, step):
     setting(override_of(backend))(patched)
     Session(patched).sample(step, LEVELS[:6])
     ((run, _),) = runs
-    assert run.tally.reasons == {CHECKING: 2 * BLOCKS + 2}
+    assert run.counts.reasons == {CHECKING: 2 * BLOCKS + 2}
 
 
 def test_one_that_begins_to_act_is_found_and_every_layer_tells_again(sampled, step):
@@ -116,10 +116,10 @@ def test_one_that_begins_to_act_is_found_and_every_layer_tells_again(sampled, st
 
     telling.levels = list(LEVELS)
     got = sampled(telling, LEVELS, prepared=setting(override_of(begins)), **ALL)
-    reasons = got.tally.reasons
+    reasons = got.counts.reasons
     # From step 5 on it acts, which that step's layer tells; the other one in the step after.
     assert reasons == {CHECKING: BLOCKS + 1 + 1 + 1, CHANGES: 1 + 5 * BLOCKS}
-    assert got.tally.sparse == len(LEVELS) * BLOCKS - reasons.total()
+    assert got.counts.sparse == len(LEVELS) * BLOCKS - reasons.total()
 
 
 def test_one_that_overwrites_ours_in_a_pass_becomes_the_dense_path(sampled, step, patch, session):
@@ -131,8 +131,8 @@ def test_one_that_overwrites_ours_in_a_pass_becomes_the_dense_path(sampled, step
             return step(attend)
 
         got = sampled(overwriting, LEVELS[:4], prepared=_in_each_pass(theirs, same), **ALL)
-        assert got.tally.sparse == 0 and got.tally.dense == 4 * BLOCKS
-        assert got.tally.reasons[CHANGES] == (3 * BLOCKS if same else 0)
+        assert got.counts.sparse == 0 and got.counts.dense == 4 * BLOCKS
+        assert got.counts.reasons[CHANGES] == (3 * BLOCKS if same else 0)
         for given in got.given:
             for found, expected in zip(given, results(theirs, step), strict=True):
                 assert torch.equal(found, expected)
@@ -173,7 +173,7 @@ def test_a_result_of_another_shape_is_a_change(sampled, step):
         return func(*args, **kwargs)[:, :, :64]
 
     got = sampled(step, LEVELS[:3], prepared=setting(theirs), **ALL)
-    assert got.tally.reasons == {CHECKING: BLOCKS, CHANGES: 2 * BLOCKS}
+    assert got.counts.reasons == {CHECKING: BLOCKS, CHANGES: 2 * BLOCKS}
 
 
 @pytest.mark.parametrize("error", [RuntimeError("a bug"), torch.OutOfMemoryError("no room")])
@@ -185,7 +185,7 @@ def test_without_a_comparison_calls_stay_dense(
 
     monkeypatch.setattr(load_pack("nodes.plain_rows"), "_attended", fail)
     got = sampled(step, LEVELS[:3], prepared=setting(override_of(backend)), **ALL)
-    assert got.tally.reasons == {CHECKING: 3 * BLOCKS}
+    assert got.counts.reasons == {CHECKING: 3 * BLOCKS}
     assert ("a bug" in caplog.text) == ("a bug" in str(error))
 
 
@@ -225,7 +225,7 @@ def test_copies_of_options_are_of_the_same_run(sampled, step):
         return step(attend)
 
     for widgets in (ALL, {"mode": "auto quality"}, {"mode": "auto budget"}):
-        assert sampled(copying, LEVELS[:3], **widgets).tally.sparse > 0
+        assert sampled(copying, LEVELS[:3], **widgets).counts.sparse > 0
     assert len(seen) == 9
 
 
@@ -235,7 +235,7 @@ def test_ours_under_an_override_with_a_meaning_serves_it_sparse(sampled, step):
         options[KEY] = override_of(temperature, options[KEY])
 
     got = sampled(step, LEVELS[:3], prepared=chained, **ALL)
-    assert got.tally.sparse == 3 * BLOCKS
+    assert got.counts.sparse == 3 * BLOCKS
     for given in got.given:
         for found, expected in zip(given, results(override_of(temperature), step), strict=True):
             assert relative_error(found, expected) < 5 * EIGHT_BIT

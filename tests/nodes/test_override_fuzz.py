@@ -178,7 +178,7 @@ def test_random_chains(run):
     for seed in seeds:
         case = Case(seed)
         found, ran = run(case)
-        sparse += ran.tally.sparse > 0
+        sparse += ran.counts.sparse > 0
         wrong += [
             f"SPARGE_FUZZ_SEED={seed}, {case.place}: {fault}" for fault in faults(case, found)
         ]

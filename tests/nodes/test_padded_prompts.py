@@ -68,7 +68,7 @@ def test_the_real_tokens_are_served_in_their_order(run, qkv, heads_first):
     mask, flat = padding(), [x.transpose(1, 2).flatten(2) for x in qkv]
     step = None if heads_first else lambda attend: attend(*flat, HEADS, mask=mask)
     got = run(mask, step=step)
-    assert (got.tally.sparse, got.tally.dense) == (1, 0)
+    assert (got.counts.sparse, got.counts.dense) == (1, 0)
     assert got.asked == [(REAL + GRID, [REAL, GRID])]
     (out,) = got.given
     out = out if heads_first else out.unflatten(2, (HEADS, -1)).transpose(1, 2)
@@ -89,20 +89,20 @@ def test_the_real_tokens_are_served_in_their_order(run, qkv, heads_first):
 )
 def test_other_padding(run, qkv, mask, model, wanted):
     got = run(mask, model=model)
-    assert got.tally.sparse == 1 and got.asked == [wanted]
+    assert got.counts.sparse == 1 and got.asked == [wanted]
     assert relative_error(got.given[0], masked(qkv, mask)) < EIGHT_BIT
 
 
 def test_one_mask_for_the_prompts_of_a_batch(run, qkv):
     got = run(padding()[None], batch=(1, 0))
-    assert got.tally.sparse == 1 and got.asked == [(REAL + GRID, [REAL, GRID])]
+    assert got.counts.sparse == 1 and got.asked == [(REAL + GRID, [REAL, GRID])]
     expected = torch.cat([masked(qkv, padding())] * 2)
     assert relative_error(got.given[0], expected) < EIGHT_BIT
 
 
 def test_auto_modes_measure_the_real_tokens(run, qkv):
     got = run(padding(), [1.0, 0.9, 0.7, 0.5], mode="auto quality")
-    assert got.tally.reasons == {"before start_percent 0.2": 2} and got.tally.sparse == 2
+    assert got.counts.reasons == {"before start_percent 0.2": 2} and got.counts.sparse == 2
     assert got.asked == [(REAL + GRID, [REAL, GRID])] * 2
     assert all(relative_error(out, masked(qkv, padding())) < 0.1 for out in got.given)
 
@@ -121,7 +121,7 @@ UNSERVED = {
 @pytest.mark.parametrize("case", UNSERVED)
 def test_other_masks_stay_dense(run, qkv, case, mode):
     got = run(UNSERVED[case], [0.9, 0.5], mode=mode)
-    assert got.tally.sparse == 0 and got.asked == [] and got.tally.reasons["attention mask"] >= 1
+    assert got.counts.sparse == 0 and got.asked == [] and got.counts.reasons["attention mask"] >= 1
     assert all(torch.equal(out, masked(qkv, UNSERVED[case])) for out in got.given)
 
 
@@ -129,15 +129,15 @@ def test_text_that_attends_to_itself_with_a_mask_stays_dense(run, qkv):
     """The token refiner of HunyuanVideo."""
     mask, text = padding()[..., :TEXT], qkv[:, :, :, :TEXT]
     got = run(mask, step=lambda attend: attend(*text, HEADS, mask=mask, **FLAGS), min_tokens=0)
-    assert got.tally.sparse == 0 and got.asked == []
+    assert got.counts.sparse == 0 and got.asked == []
 
 
 def test_prompts_of_one_batch_that_are_padded_differently_stay_dense(load_pack, run, qkv):
-    both, uneven = torch.cat([qkv, qkv], 1), load_pack("sparge.tune.real_tokens").UNEVEN
+    both, uneven = torch.cat([qkv, qkv], 1), load_pack("sparge.session.calls").UNEVEN
     for n, reasons in ((REAL, {}), (REAL + 1, {uneven: 1})):
         mask = torch.cat([padding(), padding(n)])[:, None]
         got = run(mask, step=lambda attend, mask=mask: attend(*both, HEADS, mask=mask, **FLAGS))
-        assert got.tally.reasons == reasons and got.tally.sparse == 1 - len(reasons)
+        assert got.counts.reasons == reasons and got.counts.sparse == 1 - len(reasons)
         assert relative_error(got.given[0], masked(both, mask)) < EIGHT_BIT
 
 
@@ -163,7 +163,7 @@ def test_a_mask_that_each_layer_and_step_fills_anew_is_read_anew(run, qkv, write
             return outs
 
         got = run(None, [0.5, 0.4], step=step)
-    assert got.tally.sparse == 8
+    assert got.counts.sparse == 8
     assert [tokens for tokens, _ in got.asked[:4]] == [n + GRID for n in (REAL, 7, TEXT, 33)]
     for out, mask in zip(chain(*got.given), masks * 2, strict=True):
         assert relative_error(out, masked(qkv, mask)) < EIGHT_BIT
@@ -171,7 +171,7 @@ def test_a_mask_that_each_layer_and_step_fills_anew_is_read_anew(run, qkv, write
 
 def test_one_look_at_a_mask_in_a_pass_and_none_before_the_window(load_pack, run, qkv, monkeypatch):
     """Of a mask whose changes show, as of one on a GPU."""
-    module, looks, mask = load_pack("sparge.tune.real_tokens"), [], padding()
+    module, looks, mask = load_pack("sparge.session.calls"), [], padding()
     read, changes = module._read, load_pack("sparge.common.weak_cache")
     monkeypatch.setattr(module, "_read", lambda mask: (looks.append(1), read(mask))[1])
     monkeypatch.setattr(changes, "shows_changes", lambda tensor: True)
@@ -180,15 +180,15 @@ def test_one_look_at_a_mask_in_a_pass_and_none_before_the_window(load_pack, run,
         return [attend(*qkv, HEADS, mask=mask, **FLAGS) for _ in range(3)]
 
     got = run(mask, [1.0, 0.5], step=step)
-    assert looks == [1] and got.tally.sparse == 3
-    assert got.tally.reasons == {"before start_percent 0.2": 3}
+    assert looks == [1] and got.counts.sparse == 3
+    assert got.counts.reasons == {"before start_percent 0.2": 3}
 
 
 def test_masked_calls_stay_dense_while_a_cuda_graph_is_captured(load_pack, run, qkv, monkeypatch):
-    module = load_pack("sparge.tune.real_tokens")
+    module = load_pack("sparge.session.calls")
     monkeypatch.setattr(module, "is_captured", lambda tensor: True)
     got = run(padding())
-    assert got.tally.sparse == 0 and got.tally.reasons == {module.CAPTURED: 1}
+    assert got.counts.sparse == 0 and got.counts.reasons == {module.CAPTURED: 1}
     assert torch.equal(got.given[0], masked(qkv, padding()))
 
 

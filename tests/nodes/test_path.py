@@ -41,7 +41,7 @@ def test_a_call_passes_few_files_and_the_documents_name_them(sampled, generator,
 
     model = network(blocks=range(20))  # most steps probe no layer that is called here
     got = sampled(step, [1.0, 0.9, 0.6, 0.5, 0.4], model, mode=mode, topk=0.5)
-    assert got.tally.sparse == 2 * 3
+    assert got.counts.sparse == 2 * 3
     path = [file for file in passed[-1] if file.startswith(("nodes/", "sparge/"))]
     assert path[0] == "nodes/hook.py" and path[-1] == DOOR
     assert len(path) <= MOST

@@ -35,7 +35,7 @@ def qkv(request, generator):
 @pytest.fixture(scope="module")
 def excess(load_pack):
     """excess(q, k, v, out, ...): above 1 where no plain backend gives out."""
-    module, call = load_pack("nodes.plain_rows"), load_pack("sparge.tune").Call
+    module, call = load_pack("nodes.plain_rows"), load_pack("sparge.session").Call
 
     def of(q, k, v, out, mask=None, scale=None, approximates=False):
         rows = module.PlainRows.of(call(q, k, v, scale), mask)

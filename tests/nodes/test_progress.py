@@ -15,7 +15,7 @@ def shown(load_pack):
     def run(levels, schedule):
         told, clock = [], itertools.count(0.0, 2.0)
 
-        progress = load_pack("sparge.tune").Progress(schedule, told.append, lambda: next(clock))
+        progress = load_pack("sparge.session").Progress(schedule, told.append, lambda: next(clock))
         for level in levels:
             progress.at(level)
         return told

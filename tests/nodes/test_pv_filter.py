@@ -12,25 +12,25 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def ways(load_pack):
-    return load_pack("sparge.tune.ways")
+def settings(load_pack):
+    return load_pack("sparge.session.settings")
 
 
 @pytest.fixture
-def on_gpu(load_pack, ways, monkeypatch):
+def on_gpu(load_pack, settings, monkeypatch):
     """on_gpu(arch): the filter is chosen as on such a GPU."""
     capability = load_pack("sparge.kernels").Capability
     return lambda arch: monkeypatch.setattr(
-        ways, "capabilities", lambda device: capability(True, "", arch)
+        settings, "capabilities", lambda device: capability(True, "", arch)
     )
 
 
 @pytest.mark.parametrize(("arch", "threshold"), [("", 15.0), ("sm_89", 15.0), ("sm_90a", 50.0)])
-def test_it_goes_where_it_saves_nothing(load_pack, ways, on_gpu, arch, threshold):
-    policy = load_pack("nodes.settings").Settings(pvthreshd=15.0, topk=0.3).policy()
+def test_it_goes_where_it_saves_nothing(settings, on_gpu, arch, threshold):
+    policy = settings.Settings(pvthreshd=15.0, topk=0.3).policy()
     if arch:
         on_gpu(arch)
-    fitted = ways.fitted(policy, CPU)
+    fitted = settings.fitted(policy, CPU)
     assert (fitted.pvthreshd, fitted.topk) == (threshold, 0.3)
     assert (fitted is policy) == (threshold == 15)
 
@@ -42,7 +42,7 @@ def told(reference_allowed, sampled, step, asked):
 
     def run(**widgets):
         got = sampled(step, [0.9, 0.7, 0.6], **widgets)
-        return {call.policy.pvthreshd for call in asked}, got.tally.filter_left_out
+        return {call.policy.pvthreshd for call in asked}, got.counts.filter_left_out
 
     return run
 
@@ -63,5 +63,5 @@ def test_nothing_is_left_out_where_nothing_was_sparse(load_pack, told, on_gpu, m
 
     on_gpu("sm_90a")
     assert told(min_tokens=TOKENS + 1) == (set(), False)
-    monkeypatch.setattr(load_pack("sparge.tune.call"), "attention", refuse)
+    monkeypatch.setattr(load_pack("sparge.session.calls"), "attention", refuse)
     assert told() == (set(), False)

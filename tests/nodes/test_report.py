@@ -15,48 +15,46 @@ import torch
 
 @pytest.fixture
 def report(load_pack):
-    return load_pack("sparge.sampling.summary")
+    return load_pack("sparge.session.verdict")
 
 
 @pytest.fixture
 def result(load_pack):
     """result(...) of a manual run of three steps and two layers, with these changes."""
 
-    def make(aim=None, by_step=None, shapes=(), saved=None, by_table=True, **changes):
-        module, tune = load_pack("sparge.sampling"), load_pack("sparge.tune")
+    def make(aim=None, by_step=None, heads=(), saved=None, is_foretold=True, **changes):
+        report, layers = load_pack("sparge.session.report"), torch.tensor([0, 7])
         if by_step is None:
-            by_step = torch.full((8, 3), torch.nan)
-            by_step[[0, 7]] = torch.tensor([[1.0, 0.5, 0.25], [1.0, float("nan"), 0.75]])
+            by_step = torch.tensor([[1.0, 0.5, 0.25], [1.0, float("nan"), 0.75]])
+        else:
+            layers = torch.arange(len(by_step))
         of_run = {x: changes.pop(x) for x in ("stopped", "notes", "seconds") if x in changes}
         facts = {
-            "family": "Mochi", "tokens": 44776, "sparse": 3, "cross": 4, "forwards": 3,
+            "family": "Mochi", "tokens": 44776, "sparse": 3, "cross": 4, "passes": 3,
             "reasons": {"before start_percent 0.2": 1},
         } | changes  # fmt: skip
-        time = tune.RunTime({}, saved, by_table)
-        densities = tune.Densities(0.44, 0.25, by_step.nanmean(0), by_step)
-        found = tune.Report(aim, densities, shapes, {}, time)
-        tally = tune.Tally(**facts | {"reasons": Counter(facts["reasons"])})
-        return module.RunResult(tally, found, words=load_pack("nodes.words").WORDS, **of_run)
+        counts = report.Counts(**facts | {"reasons": Counter(facts["reasons"])})
+        densities = report.Densities(0.44, 0.25, by_step.nanmean(0), by_step, layers)
+        time, words = report.RunTime({}, saved, is_foretold), load_pack("nodes.words").WORDS
+        return report.Report(counts, aim, densities, heads, time, words, **of_run)
 
     return make
 
 
 @pytest.fixture
 def measured(load_pack, result):
-    shape = load_pack("sparge.tune").MeasuredShape(
-        44776,
-        torch.tensor([0, 7]),
-        torch.tensor([[0.05, 0.2], [0.3, 1.0]]),
-        torch.tensor([[0.05, 0.07], [0.02, 0.0]]),
-        torch.tensor([[0.2, 1.8], [1.0, 1.0]]),
-        torch.tensor([[0.0, 1.0], [0.0, 0.0]]),
-        {order_kind: 3 - place for place, order_kind in enumerate(load_pack("sparge").OrderKind)},
+    session = load_pack("sparge.session")
+    heads = load_pack("sparge.session.report").MeasuredHeads(
+        tokens=44776,
+        layers=(0, 7),
+        density=torch.tensor([[0.05, 0.2], [0.3, 1.0]]),
+        expected=torch.tensor([[0.05, 0.07], [0.02, 0.0]]),
+        found=torch.full((2, 2), torch.nan),
+        weight=torch.tensor([[0.2, 1.8], [1.0, 1.0]]),
+        pool_weight=torch.tensor([[0.0, 1.0], [0.0, 0.0]]),
+        order_kinds={kind: 3 - place for place, kind in enumerate(load_pack("sparge").OrderKind)},
     )
-    return result(aim=load_pack("sparge.tune").Aim("quality", 0.06), shapes=(shape,))
-
-
-def with_shapes(result, *shapes):
-    return replace(result, report=replace(result.report, shapes=shapes))
+    return result(aim=session.Aim("quality", 0.06), heads=(heads,))
 
 
 @pytest.fixture
@@ -83,16 +81,16 @@ def test_a_good_run(result, published):
 
 
 @pytest.mark.parametrize(
-    ("saved", "by_table", "told"),
+    ("saved", "is_foretold", "told"),
     [
-        (57.0, True, "by the speed table"),
-        (57.0, False, "by exact calls"),
+        (57.0, True, "by calls that were timed before this run"),
+        (57.0, False, "by exact calls of this run"),
         (None, True, ""),
-        (-1.0, True, "by the speed table"),
+        (-1.0, True, "by calls that were timed before this run"),
     ],
 )
-def test_the_saving_is_told_first(result, report, saved, by_table, told):
-    found = result(saved=saved, by_table=by_table, seconds=34.0)
+def test_the_saving_is_told_first(result, report, saved, is_foretold, told):
+    found = result(saved=saved, is_foretold=is_foretold, seconds=34.0)
     first = report.summary(found).split("; ")[0]
     faster = "2.7x faster: 34 s, not 91 s" if saved == 57 else "As fast as without: 34 s"
     assert first == (faster if told else "Mochi, 44,776 tokens")
@@ -110,7 +108,7 @@ def test_what_else_is_told(result, report):
 def test_measured_heads_are_told(measured, report):
     line = report.summary(measured)
     assert "density of sparse calls 25.0 % (heads 5.0 % to 100.0 %)" in line
-    assert "predicted error 0.039" in line and "token order" not in line
+    assert "; error 0.039" in line and "token order" not in line
     details = report.details(measured).splitlines()
     assert details[:5] == [
         line,
@@ -120,47 +118,54 @@ def test_measured_heads_are_told(measured, report):
         "Density by step, %: 100 50 50.",
     ]
     first, second = (" ".join(line.split()) for line in details[-2:])
-    assert first == "0 12.5 % (5.0 % to 20.0 %) 0.068"
-    assert second == "7 65.0 % (30.0 % to 100.0 %) 0.010"
-    (shape,) = measured.report.shapes
-    line = report.summary(with_shapes(measured, shape, replace(shape, one_order=True)))
-    assert "; measured one token order alone: the dense steps are few or short" in line
+    assert first == "0 12.5 % (5.0 % to 20.0 %) 0.068 -"
+    assert second == "7 65.0 % (30.0 % to 100.0 %) 0.010 -"
+
+
+def test_errors_that_were_found_count_before_those_expected(measured, report):
+    """Of the heads that were measured again, by their weights."""
+    (heads,) = measured.heads
+    found = torch.tensor([[0.1, 0.2], [torch.nan, torch.nan]])
+    result = replace(measured, heads=(replace(heads, found=found),))
+    assert "; error 0.190" in report.summary(result)
+    assert report.verdict(result).endswith("error 19 %")
+    first, second = (line.split()[-2:] for line in report.details(result).splitlines()[-2:])
+    assert (first, second) == (["0.068", "0.190"], ["0.010", "-"])
 
 
 @pytest.mark.parametrize(
     ("head", "line", "layer", "bar"),
     [
-        (0, "predicted error 0.044", "0.078", 0.078),
-        (1, "predicted error 0.084", "0.158", 0.158),
+        (0, "; error 0.044", "0.078", 0.078),
+        (1, "; error 0.084", "0.158", 0.158),
     ],
     ids=["a quiet head", "a loud head"],
 )
 def test_errors_count_by_head_weight(measured, report, head, line, layer, bar):
     """One of the heads errs by .1 more."""
-    (shape,) = measured.report.shapes
+    (heads,) = measured.heads
     off = torch.zeros(2, 2)
     off[0, head] = 0.1
-    more = replace(shape, predicted=shape.predicted + off)
-    result = with_shapes(measured, more)
+    result = replace(measured, heads=(replace(heads, expected=heads.expected + off),))
     assert line in report.summary(result)
     first, second = report.details(result).splitlines()[-2:]
-    assert first.split("%)")[1].split() == layer.split()
-    assert second.split("%)")[1].split() == ["0.010"], "layer 7 has nothing to do with it"
-    assert result.report.of_layers("predicted") == pytest.approx({0: bar, 7: 0.01})
+    assert first.split("%)")[1].split() == [layer, "-"]
+    assert second.split("%)")[1].split() == ["0.010", "-"], "layer 7 has nothing to do with it"
+    assert result.errors_by_layer() == pytest.approx({0: bar, 7: 0.01})
 
 
 def test_heads_of_two_shapes_count_by_head_weight(measured, report):
-    (shape,) = measured.report.shapes
-    other = replace(shape, predicted=torch.full((2, 2), 0.3), head_weight=torch.full((2, 2), 3.0))
-    result = with_shapes(measured, shape, other)
-    assert "predicted error 0.235;" in report.summary(result)
+    (heads,) = measured.heads
+    other = replace(heads, expected=torch.full((2, 2), 0.3), weight=torch.full((2, 2), 3.0))
+    result = replace(measured, heads=(heads, other))
+    assert "; error 0.235;" in report.summary(result)
     expected = {0: (0.136 + 1.8) / 8, 7: (0.02 + 1.8) / 8}
-    assert result.report.of_layers("predicted") == pytest.approx(expected)
+    assert result.errors_by_layer() == pytest.approx(expected)
 
 
 def test_heads_that_count_nothing_have_no_mean(measured, report, picture):
-    (shape,) = measured.report.shapes
-    silent = with_shapes(measured, replace(shape, head_weight=torch.zeros(2, 2)))
+    (heads,) = measured.heads
+    silent = replace(measured, heads=(replace(heads, weight=torch.zeros(2, 2)),))
     assert "error" not in report.summary(silent)
     assert report.details(silent).splitlines()[-1].split()[-1] == "-"
     assert shades(picture.draw(silent), picture.PREDICTED) == 0
@@ -179,7 +184,7 @@ def test_heads_that_count_nothing_have_no_mean(measured, report, picture):
             "NOTHING WAS SPARSE: no attention call reached this node",
             "",
         ),
-        ({"sparse": 0, "reasons": {}, "forwards": 0}, "NOTHING WAS SPARSE: the model did not", ""),
+        ({"sparse": 0, "reasons": {}, "passes": 0}, "NOTHING WAS SPARSE: the model did not", ""),
         ({"notes": ("remove one.",)}, "3 sparse", "; remove one"),
     ],
     ids=["reasons", "no call", "no pass", "a note"],
@@ -213,7 +218,7 @@ def test_notes_appear_once(load_pack):
     run = load_pack("nodes.run_state").Run(load_pack("nodes.settings").Settings(), sampling, None)
     run.note("remove one")
     run.note("remove one")
-    assert run.notes == ["remove one"]
+    assert run.report().notes == ("remove one",)
 
 
 SHARE = "44 % of attention computed"
@@ -242,7 +247,7 @@ UNREACHED = ["No attention call reached this node", "Put it last, before the sam
             {"sparse": 0, "saved": 7.0, "eight_bit": 1},
             ["1.2x faster: 34 s, not 41 s", "Nothing skipped, calls in 8 bits"],
         ),
-        ({"sparse": 0, "forwards": 0, "reasons": {}}, ["The model did not run"]),
+        ({"sparse": 0, "passes": 0, "reasons": {}}, ["The model did not run"]),
         ({"sparse": 0, "cross": 0, "reasons": {}}, UNREACHED),
         ({"sparse": 0, "stopped": True}, ["Stopped before the first sparse step"]),
         (
@@ -259,11 +264,11 @@ UNREACHED = ["No attention call reached this node", "Put it last, before the sam
 )
 def test_the_two_lines_on_the_node(load_pack, result, changes, expected):
     found = result(**{"seconds": 34.0, "saved": 57.0} | changes)
-    assert load_pack("sparge.sampling").verdict(found).split("\n") == expected
+    assert load_pack("sparge.session").verdict(found).split("\n") == expected
 
 
 def test_the_verdict_says_how_near_it_is(load_pack, measured):
-    verdict = load_pack("sparge.sampling").verdict
+    verdict = load_pack("sparge.session").verdict
     assert verdict(measured).split("\n")[1] == f"{SHARE}, error 4 %"
 
 
@@ -316,7 +321,7 @@ def test_the_picture_says_what_it_shows(picture, measured, monkeypatch):
 def test_no_head_measured_and_nothing_run(picture, result):
     image = picture.draw(result())
     assert shades(image, picture.PREDICTED) == 0 and inked(image) > 100
-    assert inked(picture.draw(result(by_step=torch.empty(0, 0)))) > 100
+    assert inked(picture.draw(result(by_step=torch.empty(0, 3)))) > 100
 
 
 @pytest.mark.parametrize(("layers", "steps"), [(1, 1), (60, 50), (200, 1000)])
@@ -348,7 +353,7 @@ def test_the_report_shows_itself(ran, result, report, load_pack, monkeypatch):
     (_, text, image), shown, under = ran(found, monkeypatch)
     assert shown["text"] == (text,) and shown["images"][0] is image
     assert text == report.details(found)
-    assert under == load_pack("sparge.sampling").verdict(found)
+    assert under == load_pack("sparge.session").verdict(found)
 
 
 def test_lines_on_a_node_end_where_their_breaks_are_shown_as_spaces(load_pack):

@@ -43,10 +43,9 @@ def two_models(session, patch, runs, generator):
 
 def test_it_is_measured_by_itself(two_models):
     _, run = two_models()
-    measured = [table.measuring.measured_rows for table in run.session.tables.chosen]
-    assert [len(rows) for rows in measured] == [BLOCKS] * 2
-    assert run.notes[0].startswith("the guider runs a second model")
-    assert run.notes[0].endswith("measured apart")
+    assert [heads.sparse_rows for heads in run._heads.values()] == [{*range(BLOCKS)}] * 2
+    assert run.report().notes[0].startswith("the guider runs a second model")
+    assert run.report().notes[0].endswith("measured apart")
     sampled, other = run._model, object()  # a copy on another device is none
     assert run.which(other, torch.device("meta")) == run.which(sampled, run._device) == 0
     assert run.which(other, run._device) == id(other)
@@ -54,11 +53,11 @@ def test_it_is_measured_by_itself(two_models):
 
 def test_in_manual_mode_nothing_is_said_to_be_measured(two_models):
     _, run = two_models(mode="manual")
-    assert "second model" in run.notes[0] and "measured" not in run.notes[0]
+    assert "second model" in run.report().notes[0] and "measured" not in run.report().notes[0]
 
 
 def test_shapes_that_it_alone_has_are_its_own(two_models):
     """Such a shape is met in a pass, and expected in the next."""
     _, run = two_models(tokens=TOKENS + 44)
-    tables = [(which > 0, shape.tokens) for _, which, shape in run.session.tables._tables]
-    assert sorted(tables) == [(False, TOKENS), (True, TOKENS), (True, TOKENS + 44)]
+    heads = [(which > 0, shape.tokens) for _, which, shape in run._heads]
+    assert sorted(heads) == [(False, TOKENS), (True, TOKENS), (True, TOKENS + 44)]

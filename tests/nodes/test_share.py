@@ -19,7 +19,7 @@ SOUND = 100
 @pytest.fixture
 def share(load_pack):
     """share(run): what the node says, and what the log says, in percent."""
-    verdict = load_pack("sparge.sampling").verdict
+    verdict = load_pack("sparge.session").verdict
 
     def told(got):
         on_node = verdict(got.last).split("\n")[1].split(" % of attention computed")[0]
@@ -33,8 +33,8 @@ def share(load_pack):
 @pytest.mark.parametrize("mode", ["manual", "auto budget"])
 def test_dense_steps_count_as_all_of_theirs(sampled, step, share, mode):
     got = sampled(step, SIGMAS, mode=mode, topk=0.5)
-    assert (got.tally.sparse, got.tally.dense) == (SPARSE * BLOCKS, DENSE * BLOCKS)
-    found = got.last.report.densities
+    assert (got.counts.sparse, got.counts.dense) == (SPARSE * BLOCKS, DENSE * BLOCKS)
+    found = got.last.densities
     assert 0.3 < found.of_sparse_calls < 0.7
     assert found.overall == pytest.approx((DENSE + SPARSE * found.of_sparse_calls) / len(SIGMAS))
     assert share(got) == pytest.approx(100 * found.overall, abs=0.05)
@@ -52,8 +52,8 @@ def test_calls_count_by_their_pairs(sampled, generator, share):
         attend(long, long, long, HEADS)
 
     got = sampled(step, [0.5], dense_blocks="1", topk=0.5)
-    assert got.tally.sparse == 1 and got.tally.dense == 2
-    found = got.last.report.densities
+    assert got.counts.sparse == 1 and got.counts.dense == 2
+    found = got.last.densities
     of_long, of_short = TOKENS**2, 128**2
     computed = (1 + found.of_sparse_calls) * of_long + of_short
     assert share(got) == pytest.approx(100 * computed / (2 * of_long + of_short), abs=0.05)
@@ -78,9 +78,9 @@ def test_sound_counts_but_is_no_layer_of_the_picture(sampled, generator, share):
         extras={"latent_shapes": [(1, 4, *grid), (1, 8, SOUND, 16)]},
         topk=0.5,
     )
-    report, found = got.last.report, got.last.report.densities
-    assert (got.tally.sparse, got.tally.dense, got.tally.cross) == (BLOCKS, BLOCKS, BLOCKS)
-    assert report.layers.tolist() == list(range(BLOCKS))
+    found = got.last.densities
+    assert (got.counts.sparse, got.counts.dense, got.counts.cross) == (BLOCKS, BLOCKS, BLOCKS)
+    assert found.layers.tolist() == list(range(BLOCKS))
     computed = found.of_sparse_calls * TOKENS**2 + SOUND**2
     assert share(got) == pytest.approx(100 * computed / (TOKENS**2 + SOUND**2), abs=0.05)
 
@@ -96,8 +96,8 @@ def test_sound_that_nobody_knows_of_is_no_layer_of_the_picture(sampled, generato
             attend(clip, sound, sound, HEADS)
 
     got = sampled(step, [0.5])
-    assert got.tally.reasons == {f"fewer than min_tokens ({TOKENS}) tokens": BLOCKS}
-    assert got.last.report.layers.tolist() == list(range(BLOCKS))
+    assert got.counts.reasons == {f"fewer than min_tokens ({TOKENS}) tokens": BLOCKS}
+    assert got.last.densities.layers.tolist() == list(range(BLOCKS))
 
 
 def test_guides_count_but_are_no_layer_of_the_picture(sampled, generator):
@@ -111,6 +111,6 @@ def test_guides_count_but_are_no_layer_of_the_picture(sampled, generator):
             attend(part, clip, clip, HEADS, mask=torch.zeros(1, 1, part.shape[1], TOKENS))
 
     got = sampled(step, [0.5], model, (4, 8, 8))
-    assert got.tally.reasons == {"attention mask": 2 * BLOCKS}
-    assert got.last.report.by_step.numel() == 0 and got.last.report.densities.overall == 1
+    assert got.counts.reasons == {"attention mask": 2 * BLOCKS}
+    assert got.last.densities.by_step.numel() == 0 and got.last.densities.overall == 1
     assert "Density by step, %: 100" in got.details

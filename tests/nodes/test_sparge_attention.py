@@ -108,7 +108,7 @@ def test_sliders_and_ranges(widgets):
 
 def test_settings_have_the_defaults(load_pack):
     assert dataclasses.asdict(load_pack("nodes.settings").Settings()) == WIDGETS
-    assert list(OF_MODES) == load_pack("sparge.sampling").MODES
+    assert list(OF_MODES) == load_pack("sparge.session").MODES
 
 
 #: Words that people search for. ComfyUI puts nodes with the word in their name before those that
@@ -167,7 +167,7 @@ def test_every_tooltip_says_which_way_is_faster_and_which_is_truer(inputs, widge
 
 
 def test_the_qualities_are_told_with_their_targets(load_pack, widgets):
-    qualities = load_pack("sparge.sampling").QUALITIES
+    qualities = load_pack("sparge.session").QUALITIES
     assert qualities == TARGETS, "which the benchmark judges"
     assert list(qualities) == COMBOS["quality"]
     assert list(qualities.values()) == sorted(qualities.values())

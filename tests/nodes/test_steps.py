@@ -52,6 +52,12 @@ def steps_of(uncomputed, sampled, asked, generator):
     return of
 
 
+def heads_of(got):
+    """The heads of a run whose calls have one shape."""
+    (heads,) = got.run._heads.values()
+    return heads
+
+
 def orders_of(passes):
     return [calls[0].order for calls in passes]
 
@@ -111,25 +117,20 @@ def test_all_passes_of_an_evaluation_take_one_variant(load_pack, steps_of, mode,
 def test_passes_that_are_measured_have_no_part_in_the_mean(steps_of, steps):
     sigmas = [0.8, 0.7, 0.6, 0.5, 0.4, 0.3][:steps]
     sparse, got = steps_of(sigmas, topk=0.4, start_percent=0.0, **BUDGET)
-    (table,) = got.run.session.tables.chosen
-    assert len(sparse) == len(table._given()) == steps - 1
-    for densities, settings in zip(densities_of(sparse), table._given(), strict=True):
-        assert torch.equal(densities, settings.density[:BLOCKS])
+    given = heads_of(got).given
+    assert len(sparse) == len(given) == steps - 1
+    for densities, (settings, step, _) in zip(densities_of(sparse), given, strict=True):
+        assert torch.equal(densities, settings.density[step])
 
 
 def test_a_mean_density_falls_and_a_target_does_not(steps_of):
     """It falls among steps of one kind, between two settings."""
-    steps, got = steps_of(SIX_SPARSE, topk=0.3, **BUDGET)
+    steps, _ = steps_of(SIX_SPARSE, topk=0.3, **BUDGET)
     means = torch.stack([step.mean() for step in densities_of(steps)])
     for between_choices in means.split(3):
         assert between_choices[0] >= between_choices[-1], "both are of one kind"
     for of_kind in (means[::2], means[1::2]):
         assert of_kind[0] > of_kind[-1]
-    (table,) = got.run.session.tables.chosen
-    kept = [table._kept_shares(settings.density, 1)[:BLOCKS] for settings in table._given()]
-    torch.testing.assert_close(table.density()[:BLOCKS], torch.stack(kept).mean(0))
-    errors = torch.stack([settings.error for settings in table._given()])
-    assert torch.equal(table.predicted(), errors.double().mean(0).float())
     for widgets in ({"mode": "auto quality", "quality": "fast"}, {**BUDGET, "topk": 0.6}):
         first, *others = densities_of(steps_of(SIX_SPARSE[:6], **widgets)[0])
         assert len(others) == 3 and all(torch.equal(first, other) for other in others)
@@ -137,13 +138,13 @@ def test_a_mean_density_falls_and_a_target_does_not(steps_of):
 
 @pytest.fixture
 def measured(steps_of):
-    """measured(**widgets): calls and table of six sparse steps that measure."""
+    """measured(**widgets): calls of six sparse steps, and what each was given: settings, and its
+    place in them."""
 
     def of(**widgets):
         calls, got = steps_of(SIX_SPARSE, **widgets)
         assert got.notes == []
-        (table,) = got.run.session.tables.chosen
-        return calls, table
+        return calls, [(settings, step) for settings, step, _ in heads_of(got).given]
 
     return of
 
@@ -152,31 +153,33 @@ def measured(steps_of):
 def test_steps_spend_their_density(measured, topk, least):
     """A head's next step, for which there may be no room, is up to two whole steps: a sixth of the
     mean over four heads."""
-    steps, table = measured(topk=topk, **BUDGET)
-    for calls, settings in zip(steps, table._given(), strict=True):
-        assert torch.equal(torch.stack([call.density for call in calls]), settings.density[:BLOCKS])
+    steps, given = measured(topk=topk, **BUDGET)
+    for calls, (settings, step) in zip(steps, given, strict=True):
+        assert torch.equal(torch.stack([call.density for call in calls]), settings.density[step])
         weights = torch.stack([call.pool_weight for call in calls])
-        assert torch.equal(weights, settings.pool_weight[:BLOCKS]) and weights.any()
-    kept = [float(table._kept_shares(x.density, x.floor)[:BLOCKS].mean()) for x in table._given()]
+        assert torch.equal(weights, settings.pool_weight[step]) and weights.any()
+    kept = [float(settings.kept[step].mean()) for settings, step in given]
     assert least < sum(kept) / 6 <= topk
 
 
 def test_steps_keep_to_the_target(load_pack, measured, monkeypatch):
     target = 0.7  # these heads are hard
-    monkeypatch.setitem(load_pack("sparge.sampling").QUALITIES, "fast", target)
-    _, table = measured(mode="auto quality", quality="fast")
-    assert all(0.8 * target < of_step.mean_error <= target for of_step in table._given())
+    monkeypatch.setitem(load_pack("sparge.session").QUALITIES, "fast", target)
+    mean_error = load_pack("sparge.session.report").mean_error
+    _, given = measured(mode="auto quality", quality="fast")
+    for settings, step in given:
+        assert 0.8 * target < mean_error(settings.error[step], settings.weight) <= target
 
 
 def test_a_run_does_not_wait_for_the_garbage_collector(steps_of, runs):
-    """Its tables hold memory of the device, which a second sampler needs."""
+    """Its heads hold memory of the device, which a second sampler needs."""
     got = steps_of(SIX_SPARSE[:4], topk=0.4, **BUDGET)[1]
-    table = weakref.ref(got.run.session.tables.chosen[0])
+    heads = weakref.ref(heads_of(got))
     gc.disable()
     try:
         del got
         runs.clear()
-        assert table() is None
+        assert heads() is None
     finally:
         gc.enable()
 
@@ -187,25 +190,22 @@ def test_a_run_does_not_wait_for_the_garbage_collector(steps_of, runs):
     ids=str,
 )
 def test_heads_are_measured_again(load_pack, steps_of, monkeypatch, passes, again):
-    """The positive prompt is, as often as the dense calls afford it."""
-    tune, cost = load_pack("sparge.tune"), load_pack("sparge.speed.measuring_cost")
-    monkeypatch.setattr(load_pack("sparge.tune.step_settings"), "LEAST_STEPS", 2)
-    afforded = cost.Afforded(3, again)
-    monkeypatch.setattr(tune.Ways, "affordable", lambda *args, **kwargs: afforded)
-    added, add = [], tune.Measurement.add
+    """The positive prompt is, before each further choice."""
+    module, measured = load_pack("sparge.session.heads"), []
+    monkeypatch.setattr(load_pack("sparge.session.schedule"), "LEAST_STEPS", 2)
+    monkeypatch.setattr(module, "AGAIN", again)
+    measure = module.measure
 
-    def noted(self, layer, *args, **kwargs):
-        added.append((layer, kwargs["calls"]))
-        return add(self, layer, *args, **kwargs)
+    def noted(call, with_truth=False):
+        measured.append((len(call.query_blocks), with_truth))
+        return measure(call, with_truth)
 
-    monkeypatch.setattr(tune.Measurement, "add", noted)
+    monkeypatch.setattr(module, "measure", noted)
     steps_of(TEN_SPARSE, topk=0.4, conditionings=passes, **BUDGET)
-    conditionings = {one for each in passes for one in each}
-    calls = 2 if len(conditionings) == 1 else 1
-    first = [(layer, calls) for layer in range(BLOCKS)] * len(conditionings)
-    then = [(layer, cost.AGAIN_CALLS) for layer in range(BLOCKS)]
-    assert sorted(added[: len(first)]) == sorted(first)
-    assert added[len(first) :] == then * again * (0 in conditionings)
+    prompts = {one for each in passes for one in each}
+    first = [(module.BLOCKS // len(prompts), False)] * BLOCKS * len(prompts)
+    then = [(module.BLOCKS, True)] * BLOCKS
+    assert measured == first + then * again * (0 in prompts)
 
 
 def test_heads_are_measured_again_where_no_pass_asks_for_its_noise_level(load_pack, steps_of):
@@ -215,7 +215,7 @@ def test_heads_are_measured_again_where_no_pass_asks_for_its_noise_level(load_pa
         sigmas = [0.8 - 0.05 * step for step in range(15)]
         steps, got = steps_of(sigmas, **widgets)
         assert len(steps) == 14 and got.run.needs_level == (widgets["mode"] == "auto budget")
-        given = got.run.session.tables.chosen[0]._given()
+        given = [settings for settings, *_ in heads_of(got).given]
         changes.append([at for at in range(1, 14) if given[at] is not given[at - 1]])
     assert changes[0] == changes[1] == [6, 12]
 
@@ -223,38 +223,19 @@ def test_heads_are_measured_again_where_no_pass_asks_for_its_noise_level(load_pa
 def test_a_step_that_is_not_finite_spoils_no_later_one(load_pack, steps_of, monkeypatch):
     """It does not even where heads are measured again in it: sums that are not finite are those of
     the measurement before."""
-    finite, fetched = [], load_pack("sparge.tune.fetched_sums").FetchedSums
-    fill = fetched.fill_from
+    finite, sums = [], load_pack("sparge.session.measure").Sums
+    or_else = sums.or_else
+
+    def is_finite(found):
+        return all(x.isfinite().all() for of_layer in found.of_layers.values() for x in of_layer)
 
     def spy(self, earlier):
-        finite.append(all(x.isfinite().all() for x in self.sums))
-        fill(self, earlier)
-        finite.append(all(x.isfinite().all() for x in self.sums))
+        found = or_else(self, earlier)
+        finite.append((is_finite(self), is_finite(found)))
+        return found
 
-    monkeypatch.setattr(fetched, "fill_from", spy)
-    steps, _ = steps_of(TEN_SPARSE, broken=4, topk=0.5, **BUDGET)
-    assert finite == [False, True] and len(steps) == 10
+    monkeypatch.setattr(sums, "or_else", spy)
+    steps, got = steps_of(TEN_SPARSE, broken=5, topk=0.5, **BUDGET)
+    assert finite == [(True, True), (False, True)] and len(steps) == 10
     assert all(call.density is not None and call.density.isfinite().all() for call in steps[-1])
-
-
-def test_a_step_is_worked_out_while_the_one_before_is_computed(load_pack, steps_of, monkeypatch):
-    """The GPU waits where a step begins, so nothing is worked out there."""
-    settings_class = load_pack("sparge.tune").StepSettings
-    error_table = load_pack("sparge.tune.error_table").ErrorTable
-    at, settings, done = settings_class.at, error_table.settings, []
-
-    def noted(self, step):
-        done.append("begin")
-        given = at(self, step)
-        done.append(step)
-        return given
-
-    def worked_out(self, *args):
-        done.append("worked out")
-        return settings(self, *args)
-
-    monkeypatch.setattr(settings_class, "at", noted)
-    monkeypatch.setattr(error_table, "settings", worked_out)
-    steps_of(SIX_SPARSE, topk=0.4, conditionings=([0], [1]), **BUDGET)
-    expected = [each for step in range(6) for each in ("worked out", "begin", step)]
-    assert done[: done.index(5) + 1] == expected
+    assert got.counts.sparse == 10 * BLOCKS

@@ -36,78 +36,23 @@ def test_it_is_told_with_a_name_for_the_user(run, name, shown, text):
     """And nothing of text where none is among the tokens."""
     for model in (network(name), network("Finetune", type(network(name)))):
         got = run(model)
-        assert got.tally.sparse == 2 and len(got.notes) == 1
+        assert got.counts.sparse == 2 and len(got.notes) == 1
         assert text in got.notes[0] and ("text" in got.notes[0]) == bool(text)
         assert "tokens stay in the order they come" in got.notes[0]
         assert got.line.startswith(f"{shown}, 256 tokens; ")
         assert name == shown or name not in got.line
 
 
-class Transformer(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.attn1 = self.attn2 = torch.nn.Identity()
-
-
-def of(transformers):
-    return torch.nn.Sequential(*(Transformer() for _ in range(transformers)))
-
-
-class UNetModel(torch.nn.Module):
-    """U-Net like SDXL's: 70 transformer blocks in lists of resolutions."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = torch.nn.LayerNorm(8)
-        self.input_blocks = torch.nn.ModuleList(of(n) for n in (0, 2, 2, 10, 10))
-        self.middle_block = of(10)
-        self.output_blocks = torch.nn.ModuleList(of(n) for n in (10, 10, 10, 2, 2, 2))
-
-
-class JointModel(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = torch.nn.LayerNorm(8)
-        self.stages = torch.nn.ModuleList(torch.nn.Identity() for _ in range(24))
-
-
-@pytest.mark.parametrize(
-    ("model", "dense", "layers"),
-    [
-        (UNetModel, 1, 70),
-        (UNetModel, 2, 6),  # those of the shape that the first step had
-        (JointModel, 1, 24),
-        (JointModel, 3, 6),
-        (torch.nn.Identity, 1, 40),
-    ],
-)
-def test_measuring_is_costed_by_the_layers_there_are(
-    load_pack, sampled, step, monkeypatch, model, dense, layers
-):
-    """Not by the rows of its tables, of which there are 256."""
-    ways, asked = load_pack("sparge.tune").Ways, []
-    affordable = ways.affordable
-
-    def spy(*args, run, **kwargs):
-        asked.append(run.layers)
-        return affordable(*args, run=run, **kwargs)
-
-    monkeypatch.setattr(ways, "affordable", spy)
-    steps = [*[1.0, 0.95, 0.9][-dense:], 0.5]
-    sampled(lambda attend: [step(attend) for _ in range(3)], steps, model(), mode="auto quality")
-    assert asked == [layers]
-
-
 @pytest.mark.parametrize("more", [-16, 0, 64])
 def test_tokens_that_are_not_the_clips_are_told(load_pack, run, asked, more):
     """Tokens behind the clip leave it on its grid."""
-    told = load_pack("sparge.sampling.decision").UNKNOWN_TOKENS
+    told = load_pack("sparge.session.calls").UNKNOWN_TOKENS
     got = run(network(), TOKENS + more, min_tokens=0)
-    assert (got.tally.sparse, got.notes) == (2, [told] if more < 0 else [])
+    assert (got.counts.sparse, got.notes) == (2, [told] if more < 0 else [])
     orders = {call.order and call.order.tokens for call in asked}
     assert orders == {None if more < 0 else TOKENS + more}
 
 
 def test_nothing_is_told_of_a_dense_run(run):
     got = run(network("Novelty"), min_tokens=TOKENS + 1)
-    assert (got.tally.sparse, got.notes) == (0, [])
+    assert (got.counts.sparse, got.notes) == (0, [])

@@ -113,7 +113,7 @@ def test_sound_that_is_longer_than_a_frame_is_not_the_clip(told):
 def test_sound_as_long_as_the_clip_is_not_taken_for_it(told):
     """Nor the clip for sound: nothing tells them apart but their order."""
     got = told(lambda attend: [attend(TOKENS, TOKENS), attend(TOKENS, TEXT)], sound=TOKENS)
-    assert got.tally.sparse == 2 and "computed" in got.picture and "reach" not in got.line
+    assert got.counts.sparse == 2 and "computed" in got.picture and "reach" not in got.line
 
 
 def test_a_picture_is_no_clip(told):
@@ -134,7 +134,7 @@ def test_a_picture_is_no_clip(told):
 def test_a_clip_that_came_is_not_missed(told, step):
     for sigmas in ([0.9], [1.0, 0.7]):
         got = told(step, sigmas)
-        assert REPLACED not in got.line and not got.tally.missing
+        assert REPLACED not in got.line and not got.counts.missing
     passes = iter(range(9))  # a cache answers the others
     got = told(lambda attend: next(passes) == 1 and step(attend), [1.0, 0.95, 0.9])
     assert REPLACED not in got.line
@@ -160,9 +160,9 @@ def test_self_attention_that_another_node_changes(told, case, model):
 
     given = {"min_tokens": TOKENS // 2, "model": model}
     manual, auto = told(step, **given), told(step, mode=AUTO, **given)
-    assert (manual.tally.sparse, manual.tally.dense, manual.tally.cross) == (2, 1, 3)
-    assert auto.tally.sparse == 0 and auto.tally.cross == 3
-    (why,) = auto.tally.reasons
+    assert (manual.counts.sparse, manual.counts.dense, manual.counts.cross) == (2, 1, 3)
+    assert auto.counts.sparse == 0 and auto.counts.cross == 3
+    (why,) = auto.counts.reasons
     assert why.startswith("queries and keys differ in number") and "mode manual serves" in why
     assert "did not reach this node" not in manual.line + auto.line
     if model is None and "keys" in case:
@@ -201,7 +201,7 @@ def test_a_run_that_stops_early_is_not_sent_to_rewire(told, mode, number, before
 
 def test_a_run_that_stops_later_says_stopped_early(told):
     got = told(raising(2, 0))
-    assert got.tally.sparse == 2 and got.line.endswith("; stopped early")
+    assert got.counts.sparse == 2 and got.line.endswith("; stopped early")
 
 
 def test_a_stop_in_a_run_that_cannot_be_sparse_has_its_reason(told, reference_forbidden):
@@ -213,10 +213,11 @@ def test_a_stop_in_a_run_that_cannot_be_sparse_has_its_reason(told, reference_fo
 @pytest.mark.parametrize(("start", "end"), [(0.9, 0.1), (0.6, 0.59), (1.0, 0.0)])
 def test_an_empty_window_is_told(told, load_pack, monkeypatch, mode, start, end):
     """And nothing is measured for it."""
-    measurement, measured = load_pack("sparge.tune").Measurement, []
-    monkeypatch.setattr(measurement, "add", lambda *args, **kwargs: measured.append(1))
+    measured = []
+    heads = load_pack("sparge.session.heads")
+    monkeypatch.setattr(heads, "measure", lambda *args, **kwargs: measured.append(1))
     got = told(whole, [1.0, 0.8, 0.5, 0.2, 0.05], mode=mode, start_percent=start, end_percent=end)
-    assert got.tally.reasons == {
+    assert got.counts.reasons == {
         f"start_percent {start:g} is above end_percent {end:g}, so no step is between them": 5
     }
     assert not measured
@@ -240,7 +241,7 @@ IN_MANUAL = "the only step is before start_percent: 0 can make it sparse"
 def test_a_run_of_one_step_is_told_what_can_help(told, mode, sigmas, start, hint):
     got = told(whole, sigmas, mode=mode, start_percent=start)
     assert got.line.endswith(hint) and ("can make it sparse" in got.line) == bool(hint)
-    assert not (hint and got.tally.sparse)
+    assert not (hint and got.counts.sparse)
 
 
 @pytest.mark.parametrize("null", [None, "None", ""])
@@ -248,5 +249,5 @@ def test_null_names_no_block(load_pack, told, null):
     """An API graph may have null: ComfyUI makes text of it."""
     node = load_pack("nodes.sparge_attention").SpargeAttention
     assert node.validate_inputs(null) is True
-    assert told(whole, [0.5], dense_blocks=null).tally.sparse == 1
+    assert told(whole, [0.5], dense_blocks=null).counts.sparse == 1
     assert "dense_blocks contains 'Nine'" in str(node.validate_inputs("Nine"))

@@ -173,15 +173,15 @@ def test_only_the_clone_of_the_node_is_sparse(model, sample, node, results) -> N
     assert plain.model_options == {"transformer_options": {"merge_loras": True}}
     sparse = sample(patched)
     (result,) = results
-    assert result.tally.sparse == SPARSE_FROM_1
-    assert result.tally.reasons == {"before start_step 1": A_STEP}, "the pack's own, counted too"
-    assert result.tally.cross == SPARSE_FROM_1 and not result.stopped
+    assert result.counts.sparse == SPARSE_FROM_1
+    assert result.counts.reasons == {"before start_step 1": A_STEP}, "the pack's own, counted too"
+    assert result.counts.cross == SPARSE_FROM_1 and not result.stopped
     assert torch.equal(sparse[:CONDITIONINGS], dense[:CONDITIONINGS])
     assert not torch.equal(sparse[CONDITIONINGS:], dense[CONDITIONINGS:])
-    found = result.report.densities
+    found = result.densities
     assert found.of_sparse_calls <= 0.5
     assert found.overall == pytest.approx((1 + (STEPS - 1) * found.of_sparse_calls) / STEPS)
-    assert found.of_steps[0] == 1 and (result.report.by_step[:, 0] == 1).all()
+    assert found.of_steps[0] == 1 and (found.by_step[:, 0] == 1).all()
     assert torch.equal(sample(plain), dense), "the model without the node has changed"
     assert torch.equal(sample(other), of_other)
     assert len(results) == 1, "a run without the node told something"
@@ -200,7 +200,7 @@ def test_everything_kept_is_the_dense_result_in_8_bits(model, sample, node) -> N
 def test_the_attention_mode_of_the_loader_serves_the_rest(model, sample, node, results) -> None:
     plain = model("sageattn")
     sample(node(plain, start_step=1))
-    assert results[0].tally.sparse == SPARSE_FROM_1
+    assert results[0].counts.sparse == SPARSE_FROM_1
     kinds = [kind for block in plain.model.diffusion_model.blocks for kind in block.others]
     assert kinds.count("self") == CONDITIONINGS * BLOCKS, "those of the first step"
     assert kinds.count("cross") == STEPS * CONDITIONINGS * BLOCKS
@@ -215,7 +215,7 @@ def test_blocks_that_are_compiled_anew_in_each_run(model, sample, node, results)
     for _ in range(2):
         assert torch.equal(sample(node(plain, start_step=1), compiled=True), expected)
     assert torch.equal(sample(plain, compiled=True), dense)
-    assert [result.tally.sparse for result in results] == [SPARSE_FROM_1] * 3
+    assert [result.counts.sparse for result in results] == [SPARSE_FROM_1] * 3
     torch._dynamo.reset()
 
 
@@ -231,7 +231,7 @@ def test_the_gate_goes_with_the_last_clone(model, sample, node, results, options
     del patched
     gc.collect()
     sample(behind)
-    assert results[0].tally.sparse == SPARSE_FROM_1
+    assert results[0].counts.sparse == SPARSE_FROM_1
     del behind
     gc.collect()
     assert "forward" not in vars(transformer)
@@ -242,7 +242,7 @@ def test_of_two_nodes_the_last_one_counts(model, sample, node, results) -> None:
     plain = model()
     sample(node(node(plain, start_step=0), start_step=2))
     (result,) = results
-    assert result.tally.sparse == CONDITIONINGS * BLOCKS
+    assert result.counts.sparse == CONDITIONINGS * BLOCKS
 
 
 class Cancelled(BaseException):
@@ -260,7 +260,7 @@ def test_a_run_that_ends_early_leaves_nothing_behind(model, sample, node, result
         sample(patched)
     gc.collect()
     (result,) = results
-    assert result.stopped and result.tally.sparse == CONDITIONINGS * BLOCKS + 1
+    assert result.stopped and result.counts.sparse == CONDITIONINGS * BLOCKS + 1
     assert _get_current_function_mode_stack() == []
     plain.model.diffusion_model.fails = None
     assert torch.equal(sample(plain), dense)
@@ -269,7 +269,7 @@ def test_a_run_that_ends_early_leaves_nothing_behind(model, sample, node, result
 @pytest.mark.usefixtures("reference_allowed")
 def test_no_sparse_step_is_told(load_pack, model, sample, node, results) -> None:
     sample(node(model(), start_step=STEPS))
-    verdict = load_pack("sparge.sampling").verdict(results[0])
+    verdict = load_pack("sparge.session").verdict(results[0])
     assert verdict == f"NOTHING WAS SPARSE\nbefore start_step {STEPS}"
 
 
@@ -287,7 +287,7 @@ def test_a_node_that_sets_another_mode_is_told(
     patched = node(model("sageattn"), start_step=start)
     patched.model_options["transformer_options"].pop("attention_mode_override")
     sample(patched)
-    assert load_pack("sparge.sampling").verdict(results[0]) == told
+    assert load_pack("sparge.session").verdict(results[0]) == told
 
 
 @pytest.mark.usefixtures("reference_forbidden")

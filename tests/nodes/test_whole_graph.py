@@ -52,7 +52,7 @@ def test_a_graph_of_the_whole_model_stays_dense_and_says_so(patcher, run, under)
         patcher.transformer_options["optimized_attention_override"] = earlier
     got, exact = run(fullgraph=True)
     assert all(torch.equal(out, exact + 2 * under) for out in got.given)
-    assert got.tally.calls == 0
+    assert got.counts.calls == 0
     assert "NOTHING WAS SPARSE: no attention call reached this node; torch.compile with" in got.line
     assert "turn fullgraph off" in got.line
 
@@ -60,7 +60,7 @@ def test_a_graph_of_the_whole_model_stays_dense_and_says_so(patcher, run, under)
 @pytest.mark.parametrize("compiling", [{}, {"fullgraph": False}, {"dynamic": True}], ids=str)
 def test_any_other_graph_leaves_room(run, compiling):
     got, exact = run(**compiling)
-    assert got.tally.sparse == 3 and "fullgraph" not in got.line
+    assert got.counts.sparse == 3 and "fullgraph" not in got.line
     assert not any(torch.equal(out, exact) for out in got.given)
 
 

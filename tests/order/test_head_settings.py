@@ -12,8 +12,8 @@ import torch
 from sparge import SparsePolicy
 from sparge import head_settings as settings_module
 from sparge.head_settings import KEPT_TABLES, HeadSettings, Router
+from sparge.session.choose import StepSettings
 from sparge.stages.thresholds import COLUMNS, SELECTION
-from sparge.tune.settings_table import LayerSettings
 
 
 def test_uniform_is_one_value_for_all() -> None:
@@ -88,14 +88,13 @@ def test_the_tables_asked_for_last_and_recorded_are_kept(recorded: bool, monkeyp
 
 def test_settings_of_layers_go_on_sharing_their_table() -> None:
     policy, of_all = SparsePolicy(), HeadSettings.uniform(4, 0.5)
-    layers = LayerSettings(of_all, [True, True], policy)
-    for each in (of_all, layers[0], layers[1]):
-        assert each is not None
+    step = StepSettings(of_all, policy, heads=2)
+    layers = step.of_layer(0), step.of_layer(1)
+    for each in (of_all, *layers):
         for other in policies(2 * KEPT_TABLES):
             each.table(other)
     table = of_all.table(policy)
     for layer, heads in zip(layers, (slice(2), slice(2, 4)), strict=True):
-        assert layer is not None
         assert layer.table(policy).data_ptr() == table[heads].data_ptr()
 
 

@@ -143,6 +143,6 @@ class TransformerHooks:
     @untraced
     def _attend(self, *args: Any, **kwargs: Any) -> Tensor | None:
         with self.owner.lock:
-            if self._open is None or self.are_busy():  # disabled while the block runs
+            if self._open is None:  # disabled while the block runs
                 return None
             return self._open.attend_torch(self._block, *args, **kwargs)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import torch
 from torch import Tensor
 
@@ -11,7 +13,13 @@ from sparge.common.partial import Partial
 from sparge.kernels import Element
 from sparge.reference.arithmetic import LOG2_E
 from sparge.stages.workspace import CallShape, WorkspaceLayout, layout_of
-from sparge.tune.scoring import distances
+
+LOG_2 = 0.6931471805599453  # a unit of row_max in natural logs
+
+
+def fields_of(densities: int) -> int:
+    """Number of values that a row has in `found`, as `measure_kernels` reads them."""
+    return densities + 5 * (densities - 1) + 2
 
 
 def score_by_reference(
@@ -27,16 +35,37 @@ def score_by_reference(
     found: Tensor,
 ) -> None:
     """Shapes as in `ScoreParams` of csrc/params.cuh; in float64 where `exact_out` is."""
-    exact = [
-        Partial(exact_out[:, :, bucket], exact_max[:, :, bucket], exact_sum[:, :, bucket])
-        for bucket in range(exact_out.shape[2])
-    ]
+    buckets = range(exact_out.shape[2])
+    exact = [Partial(exact_out[:, :, n], exact_max[:, :, n], exact_sum[:, :, n]) for n in buckets]
     layout = layout_of(CallShape(*shape), Element(element), False, True)
     dropped = ~unpack(kept, layout.shape.key_blocks)
     pooled = _pooled(q.to(exact_out.dtype), workspace, layout, dropped, scale)
     values = layout.view(workspace, "v_mean")[..., : q.shape[-1]]
     mean = values.repeat_interleave(q.shape[1] // values.shape[1], 1).unsqueeze(2)
-    found.copy_(distances(exact, pooled, mean).packed())
+    kept_parts = list(accumulate(exact, Partial.plus))
+    truth = kept_parts[-1].output()
+    e, p = (torch.stack([part.output() - truth for part in x]) for x in (kept_parts, pooled))
+    m = (mean - truth).expand_as(e)
+    logs = torch.stack(
+        [_log_sum(a) - _log_sum(r) for a, r in zip(kept_parts[:-1], pooled, strict=True)]
+    )
+    found.copy_(
+        torch.cat(
+            [
+                (e * e).sum(-1),
+                (e[:-1] * p).sum(-1),
+                (p * p).sum(-1),
+                logs,
+                (e[:-1] * m[:-1]).sum(-1),
+                (p * m[:-1]).sum(-1),
+                torch.stack([truth.square().sum(-1), (m[0] * m[0]).sum(-1)]),
+            ]
+        )
+    )
+
+
+def _log_sum(part: Partial) -> Tensor:
+    return part.row_sum.log() + LOG_2 * part.row_max
 
 
 def _pooled(
