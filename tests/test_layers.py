@@ -92,7 +92,6 @@ UPWARDS = {
     "sparge/call.py: sparge.stages.workspace",
     "sparge/head_settings.py: sparge.stages.thresholds",
     "sparge/policy.py: sparge.stages.thresholds",
-    "sparge/reference/quantize.py: sparge.stages.key_mean",
 }
 
 

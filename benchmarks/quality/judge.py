@@ -16,7 +16,7 @@ from benchmarks import metrics
 from benchmarks.quality_data.layer import Layer
 from sparge.blocks import QUERY_BLOCK
 from sparge.order.grid import grid_order
-from sparge.reference import Quantized, quantize_qkv
+from sparge.reference import Operands
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,10 +31,9 @@ class Call:
     def heads(self) -> int:
         return self.layer.q.shape[1]
 
-    def quantized(self, cubes: bool) -> Quantized:
+    def operands(self, cubes: bool) -> Operands:
         """Operands in cube order, or as the tokens come."""
-        order = grid_order(self.layer.grid).of_kind(0) if cubes else None
-        return quantize_qkv(*self.layer[1:4], order)
+        return Operands.of(*self.layer[1:4], grid_order(self.layer.grid) if cubes else None)
 
     def truth(self, tokens: Tensor) -> Tensor:
         """(heads, rows, D): dense attention in float32 of the queries `tokens` (rows,)."""

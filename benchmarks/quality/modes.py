@@ -17,7 +17,7 @@ from sparge.head_settings import HeadSettings
 from sparge.order.grid import TokenGrid, TokenOrder, grid_order, unmeasured_order
 from sparge.order.variants import VARIANTS
 from sparge.policy import SparsePolicy
-from sparge.reference import Quantized, route
+from sparge.reference import Operands, route
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def attention(
     return out, lambda: stats.density
 
 
-def share_for(mode: Mode, x: Quantized, density: float) -> float:
+def share_for(mode: Mode, x: Operands, density: float) -> float:
     """Largest share of key blocks a query block whose density does not exceed `density`.
 
     They differ, as forced blocks come on top. A density that those alone exceed gives the least

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of Sol-Attn and ComfyUI's `sol_attn`: one pooled term a query block for what it drops.
 
-Operands are quantized to 8 bits as ours are; sums are float32.
+Operands are rounded to 8 bits as ours are on a Hopper GPU; sums are float32.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from sparge.blocks import KEY_BLOCK, QUERY_BLOCK
-from sparge.kernels.spec import Element
 from sparge.order.grid import TokenOrder
 from sparge.policy import SparsePolicy
-from sparge.reference import block_scores, quantize_qkv, route, scatter
+from sparge.reference import Operands, block_scores, route
 
 BLOCKS_AT_ONCE = 32  # query blocks: logits of 21,000 keys then take 340 MB
+INT8_MAX, E4M3_MAX, LEAST = 127.0, 448.0, 1e-30
 
 
 def sol_attention(
@@ -26,39 +26,33 @@ def sol_attention(
     A dropped block of n keys adds n exp(qbar . kbar) to the row sum and as much of its mean value
     to the output of every row, as if every query were the mean of its block.
     """
-    x, scale = quantize_qkv(q, k, v, order, element=Element.INT8_E4M3), q.shape[-1] ** -0.5
+    x, scale = Operands.of(q, k, v, order), q.shape[-1] ** -0.5
     routed = route(x, SparsePolicy(topk=share), scale=scale)
     counts = x.key_counts
     visible = torch.arange(KEY_BLOCK, device=q.device) < counts.unsqueeze(-1)  # (B, nk, 64)
     pooled = block_scores(x, scale) + counts.float().log()[:, None, None]
     pooled = pooled.masked_fill(~routed.valid | routed.kept, -torch.inf)
-    queries = x.q_levels.float() * x.q_scale.unsqueeze(-1) * scale
-    keys = _blocks(x.k_levels.float()) * x.k_scale[..., None, None]
-    values = _blocks(x.v_levels.float()) * x.v_scale[:, :, None, None]
-    group, nk = x.heads // x.kv_heads, counts.shape[1]
+    queries, keys = _int8(x.q, (-1,)) * scale, _int8(x.k, (-2, -1))
+    of_channels = (x.v.abs().amax((2, 3), keepdim=True) / E4M3_MAX).clamp(min=LEAST)
+    values = (x.v / of_channels).to(torch.float8_e4m3fn).float() * of_channels
     out = torch.empty_like(queries)
-    for b in range(x.batch):
+    for b in range(q.shape[0]):
         for h in range(x.heads):
-            own = h // group
-            key, value = (x[b, own].flatten(0, 1)[: nk * KEY_BLOCK] for x in (keys, values))
-            value = torch.cat([value, x.v_block_mean[b, own]]) + x.vbar[b, own]
-            for first in range(0, routed.kept.shape[2], BLOCKS_AT_ONCE):
+            own = h * x.kv_heads // x.heads
+            key = keys[b, own].flatten(0, 1)
+            value = torch.cat([values[b, own].flatten(0, 1), x.v_block_mean[b, own]])
+            for first in range(0, queries.shape[2], BLOCKS_AT_ONCE):
                 blocks = slice(first, first + BLOCKS_AT_ONCE)
-                rows = slice(first * QUERY_BLOCK, (first + BLOCKS_AT_ONCE) * QUERY_BLOCK)
-                query = queries[b, h, rows]
-                seen = routed.kept[b, h, blocks].unsqueeze(-1) & visible[b]
-                exact = (query @ key.T).masked_fill(~_rows(seen.flatten(1), query), -torch.inf)
-                logits = torch.cat([exact, _rows(pooled[b, h, blocks], query)], -1)
-                out[b, h, rows] = logits.softmax(-1) @ value
-    return scatter(out, x.order), routed.density()
+                query = queries[b, h, blocks]
+                seen = (routed.kept[b, h, blocks].unsqueeze(-1) & visible[b]).flatten(1)
+                exact = (query @ key.T).masked_fill(~seen.unsqueeze(1), -torch.inf)
+                of_rows = pooled[b, h, blocks].unsqueeze(1).expand(-1, QUERY_BLOCK, -1)
+                weights = torch.cat([exact, of_rows], -1).softmax(-1)
+                out[b, h, blocks] = weights @ value + x.vbar[b, own]
+    return x.by_token(out.flatten(2, 3)), routed.density()
 
 
-def _blocks(rows: Tensor) -> Tensor:
-    """(B, H, N, D) to (B, H, blocks, 64, D), zeros at the end."""
-    short = -rows.shape[2] % KEY_BLOCK
-    return torch.nn.functional.pad(rows, (0, 0, 0, short)).unflatten(2, (-1, KEY_BLOCK))
-
-
-def _rows(of_blocks: Tensor, queries: Tensor) -> Tensor:
-    """Values of query blocks, one row a query."""
-    return of_blocks.repeat_interleave(QUERY_BLOCK, 0)[: len(queries)]
+def _int8(x: Tensor, shared: tuple[int, ...]) -> Tensor:
+    """x with INT8 levels, whose scale is shared along these dimensions."""
+    step = (x.abs().amax(shared, keepdim=True) / INT8_MAX).clamp(min=LEAST)
+    return (x / step).round() * step

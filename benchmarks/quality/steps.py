@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import os
+from unittest import mock
+
 import torch
 from torch import Tensor
 
@@ -14,6 +17,7 @@ from sparge.blocks import KEY_BLOCK, block_count, whole_steps
 from sparge.head_settings import HeadSettings
 from sparge.order.grid import TokenOrder
 from sparge.session import Aim, Call, Pass, Session, TokenLayout
+from sparge.session.timing import REFERENCE_VARIABLE
 
 SPARSE_STEPS = STEPS - DENSE_STEPS
 
@@ -80,7 +84,8 @@ class TunedHeads:
     def _begin(self, step: int) -> Pass:
         model = self._run.model
         layout = TokenLayout.of(len(model.blocks), self._run.grid, model.config.heads)
-        return self._session.begin_step(step, layout, self._run.begun.device)
+        with mock.patch.dict(os.environ, {REFERENCE_VARIABLE: "1"}):  # on a CPU too
+            return self._session.begin_step(step, layout, self._run.begun.device)
 
     def of_call(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor

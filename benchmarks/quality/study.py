@@ -39,7 +39,7 @@ class Study:
         device = calls[0].layer.q.device
         if not mode.measured:
             first = calls[0]
-            share = share_for(mode, first.quantized(mode.cubes), density)
+            share = share_for(mode, first.operands(mode.cubes), density)
             return [HeadSettings.uniform(call.heads, share).on(device) for call in calls]
         assert self._measured is not None  # the mode is one of those the study was made for
         by_place = self._measured.budgets(density, device)

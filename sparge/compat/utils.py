@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,9 +14,8 @@ from ..blocks import KEY_BLOCK, QUERY_BLOCK, block_count
 from ..checks.argument import flag
 from ..checks.validate import as_heads_first, check_pair
 from ..errors import Unsupported
-from ..policy import PV_FILTER_OFF, PerHead
-from ..reference.quantize import quantize_qkv
-from ..reference.route import route
+from ..policy import PV_FILTER_OFF, PerHead, SparsePolicy
+from ..reference import Operands, route
 from ..stages.as_written import as_written
 from .core import meansim_policy
 
@@ -69,9 +69,7 @@ def get_block_map_meansim(
     policy = meansim_policy(topk, cdfthreshd, simthreshd1, PV_FILTER_OFF, attention_sink, False)
     policy.head_thresholds(q.shape[1], q.device)  # refuses tensors of other numbers of heads
     with as_written(q.device):
-        # Values have no say: one channel in their place takes the least memory.
-        x = quantize_qkv(q, k, k[..., :1], smooth_k=False)
-        kept = route(x, policy, scale=x.head_dim**-0.5, is_causal=is_causal).kept
+        kept = torch.cat([_kept(q, k, head, policy, is_causal) for head in range(k.shape[1])], 1)
     if BLKQ == QUERY_BLOCK:
         return kept
     pairs = pad(kept, (0, kept.shape[-1] % 2)).unflatten(-1, (-1, 2)).any(-1)
@@ -93,6 +91,17 @@ def get_block_map_meansim_fuse_quant(
     k = k if km is None else k - km
     kept = get_block_map_meansim(q, k, is_causal, BLKQ, BLKK, **thresholds)
     return kept, *_int8_blocks(q, BLKQ), *_int8_blocks(k, BLKK)
+
+
+def _kept(q: Tensor, k: Tensor, head: int, policy: SparsePolicy, is_causal: bool) -> Tensor:
+    """Map of the query heads of one KV head: float32 copies of all would take much memory."""
+    group = q.shape[1] // k.shape[1]
+    heads, keys = slice(head * group, (head + 1) * group), k[:, head : head + 1]
+    thresholds = {name: x[heads] for name, x in policy.per_head.items() if x.ndim}
+    # Values have no say: one channel in their place takes the least memory.
+    x = Operands.of(q[:, heads], keys, keys[..., :1], smooth_k=False)
+    policy = replace(policy, **thresholds)
+    return route(x, policy, scale=x.head_dim**-0.5, is_causal=is_causal).kept
 
 
 def _int8_blocks(x: Tensor, block: int) -> tuple[Tensor, Tensor]:

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage attend: softmax attention over kept blocks and pooled keys, in the kernels' arithmetic.
+"""Stage attend: softmax attention over kept blocks and pooled keys, in float32.
 
-The kernels walk the kept key blocks in ascending order and rescale their sums whenever the running
-maximum grows. Here the running maxima are found first, each block's P is rounded relative to the
-maximum it met, and the sums are brought to the final maximum by one factor a block. That is the
-same arithmetic, up to float32 rounding, without a loop over key blocks.
+A dropped block may take part as one pseudo-key: its mean key, with the weight of all its keys times
+the pool weight of the head, and its mean value.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -17,34 +16,29 @@ from torch.nn.functional import pad
 
 from ..blocks import KEY_BLOCK, QUERY_BLOCK
 from ..policy import PV_FILTER_OFF, PerHead
-from .arithmetic import ARITHMETIC, LOG2_E, PORTABLE_SOFTMAX, OnlineSoftmax, Values
-from .partial import NO_LOGIT, Partial, finite
-from .pooled import Pool, with_output_scale
-from .quantized import Quantized, blocked
+from .operands import Operands
 
+LOG2_E = math.log2(math.e)
+NO_LOGIT = -torch.inf
 PV_GROUP = 64  # query rows that agree before the PV filter skips a block for them
+BYTES_AT_ONCE = 1 << 24  # of the logits, keys and values of query blocks that go together
 
 
 @dataclass(frozen=True, eq=False)
 class Attended:
-    """Result of attention, in float32, all (B, H, Nq) or (B, H, Nq, D).
+    """Result of attention, float32, in the order that the queries came in.
 
-    out: 0 for rows that see no key. lse: natural log-sum-exp of the true logits, -inf for them.
-    row_max: m, largest centred logit in log2 units. row_sum: l, sum over pairs of exp2(s - m).
-    unnormalised: sum over pairs of exp2(s - m) v, so that out = unnormalised / l where there is no
-    output scale. pv_skipped: (B, H) int64, query-key pairs whose exp and PV the filter left out.
+    out: (B, H, Nq, D), 0 for rows that see no key. lse: (B, H, Nq), natural log-sum-exp, -inf for
+    them. pv_skipped: (B, H) int64, query-key pairs that the PV filter left out.
     """
 
     out: Tensor
     lse: Tensor
-    row_max: Tensor
-    row_sum: Tensor
-    unnormalised: Tensor
     pv_skipped: Tensor
 
 
 def attend(
-    x: Quantized,
+    x: Operands,
     kept: Tensor,
     pooled: Tensor | None = None,
     pool_weight: PerHead = 1.0,
@@ -53,129 +47,123 @@ def attend(
     scale: float,
     is_causal: bool = False,
     pvthreshd: PerHead = PV_FILTER_OFF,
-    softmax: OnlineSoftmax = PORTABLE_SOFTMAX,
 ) -> Attended:
-    """Attention over the blocks `kept` (B, H, nq, nk) bool, by slot where `x` has an order.
+    """Attention over the blocks `kept` (B, H, nq, nk) bool.
 
     pooled: (B, H, nq, nk) bool, the dropped blocks that stand as pseudo-keys, each key counted
-        `pool_weight` times. Tiles of pseudo-keys count as kept blocks do in `softmax`.
-    output_scale: that of `out` alone (`with_output_scale`).
-
-    Rows of empty slots hold nothing of meaning.
+        `pool_weight` times.
+    output_scale: factor of the output's distance from the mean value, in query blocks that drop
+        something.
     """
-    shape, device = x.q_levels.shape, x.q_levels.device
-    thresholds = (
-        torch.as_tensor(pvthreshd, dtype=torch.float32, device="cpu").expand(shape[1]).tolist()
+    shape = kept.shape[:3]
+    pool_weights, output_scales, thresholds = (
+        torch.as_tensor(given, dtype=torch.float32, device=kept.device).expand(shape[1])
+        for given in (pool_weight, output_scale, pvthreshd)
     )
-    pool_weights = torch.as_tensor(pool_weight, dtype=torch.float32, device=device).expand(shape[1])
-    unnormalised = torch.zeros(shape, dtype=torch.float32, device=device)
-    row_max = torch.full(shape[:3], NO_LOGIT, dtype=torch.float32, device=device)
-    row_sum = torch.zeros(shape[:3], dtype=torch.float32, device=device)
-    pv_skipped = torch.zeros(shape[:2], dtype=torch.int64, device=device)
-    for b in range(shape[0]):
-        for h in range(shape[1]):
-            kv_head = h * x.kv_heads // x.heads
-            of_values = x.v_scale[b, kv_head], x.vbar[b, kv_head]
-            values = Values(*of_values, ARITHMETIC[x.element], softmax)
-            head = _Head.of(x, b, kv_head, values, is_causal)
-            pool = None if pooled is None else Pool.of(x, b, kv_head, values, pool_weights[h])
-            for i in range(kept.shape[2]):
-                rows = slice(i * QUERY_BLOCK, min((i + 1) * QUERY_BLOCK, shape[2]))
-                q = x.q_levels[b, h, rows].float()
-                factors = x.row_factors(b, h, rows, scale)
-                part = Partial(unnormalised[b, h, rows], row_max[b, h, rows], row_sum[b, h, rows])
-                blocks = kept[b, h, i].nonzero().squeeze(-1)
-                if blocks.numel():
-                    part, skipped = head.attend(q, factors, rows.start, blocks, thresholds[h])
-                    pv_skipped[b, h] += skipped
-                if pool is not None and pooled is not None and pooled[b, h, i].any():
-                    part = part.plus(pool.attend(q, factors, pooled[b, h, i], part.row_max))
-                unnormalised[b, h, rows] = part.unnormalised
-                row_max[b, h, rows] = part.row_max
-                row_sum[b, h, rows] = part.row_sum
-    whole = Partial(unnormalised, row_max, row_sum)
-    out = with_output_scale(whole.output(), row_sum, x, kept, output_scale)
-    lse = (row_max + row_sum.log2()) / LOG2_E + x.q_dot_kbar * scale
-    lse = torch.where(row_sum == 0, NO_LOGIT, lse)
-    return Attended(out, lse, row_max, row_sum, unnormalised, pv_skipped)
+    call = _Call(x, kept, pooled, pool_weights, output_scales, scale, is_causal, thresholds)
+    out = x.q.new_zeros(*shape, QUERY_BLOCK, x.v.shape[-1])
+    lse = x.q.new_full((*shape, QUERY_BLOCK), NO_LOGIT)
+    skipped = torch.zeros(shape, dtype=torch.int64, device=kept.device)
+    counts = kept.sum(-1)
+    for width in counts.unique().tolist():  # query blocks that keep as many blocks go together
+        keys = width * KEY_BLOCK + (0 if pooled is None else kept.shape[-1])
+        if keys == 0:
+            continue
+        size = 4 * keys * (QUERY_BLOCK + x.q.shape[-1] + x.v.shape[-1])
+        for some in (counts == width).nonzero().split(max(1, BYTES_AT_ONCE // size)):
+            place = some.unbind(-1)
+            out[place], lse[place], skipped[place] = call.attend(width, *place)
+    out, lse = (x.by_token(rows.flatten(2, 3)) for rows in (out, lse))
+    return Attended(out, lse, skipped.sum(-1))
 
 
 @dataclass(frozen=True, eq=False)
-class _Head:
-    """Keys and values of one KV head, by key block, as float32."""
-
-    k: Tensor  # (nk, 64, D) levels
-    k_scale: Tensor  # (nk,)
-    v: Tensor  # (nk, 64, D) in units of the channels' scales
-    values: Values
-    counts: Tensor  # (nk,) keys of each block
-    occupied: Tensor | None  # (Nq,) bool, in an order: the others have no say in the PV filter
+class _Call:
+    x: Operands
+    kept: Tensor
+    pooled: Tensor | None
+    pool_weights: Tensor
+    output_scales: Tensor
+    scale: float
     is_causal: bool
-
-    @classmethod
-    def of(cls, x: Quantized, b: int, h: int, values: Values, is_causal: bool) -> _Head:
-        return cls(
-            blocked(x.k_levels[b, h].float(), KEY_BLOCK),
-            x.k_scale[b, h],
-            blocked(x.v_levels[b, h].float(), KEY_BLOCK) * x.v_block_scale[b, h, :, None, None],
-            values,
-            x.key_counts[b],
-            None if x.order is None else x.occupied,
-            is_causal,
-        )
+    thresholds: Tensor
 
     def attend(
-        self, q: Tensor, factors: Tensor, first_row: int, blocks: Tensor, threshold: float
-    ) -> tuple[Partial, Tensor | int]:
-        """Rows q (R, D) over `blocks` (n,), and the number of skipped pairs."""
-        visible = self._visible(q.shape[0], first_row, blocks)
-        logits = (q @ self.k[blocks].flatten(0, 1).T).unflatten(-1, (-1, KEY_BLOCK))
-        logits = logits * (factors.unsqueeze(-1) * self.k_scale[blocks]).unsqueeze(-1)
+        self, width: int, entry: Tensor, head: Tensor, block: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """out (C, 128, D), lse (C, 128) and the number of skipped pairs (C,) of query blocks that
+        keep `width` blocks each: (C,) batch entries, heads and their numbers."""
+        x, kept = self.x, self.kept[entry, head, block]
+        of_keys = entry, head * x.kv_heads // x.heads
+        factor = torch.where(x.finite[of_keys], self.scale * LOG2_E, torch.nan)
+        queries = x.q[entry, head, block] * factor[:, None, None]
+
+        blocks = kept.nonzero()[:, 1].view(len(block), width)
+        own = of_keys[0].unsqueeze(-1), of_keys[1].unsqueeze(-1), blocks
+        keys, values = x.k[own].flatten(1, 2), x.v[own].flatten(1, 2)
+        visible = visible_pairs(x, entry, block, blocks, self.is_causal, self._filters)
+        logits = (queries @ keys.mT).unflatten(-1, (width, KEY_BLOCK))
         logits = logits.masked_fill_(~visible, NO_LOGIT)
+        skipped = torch.zeros_like(block)
+        if width > 1 and self._filters:
+            skip = pv_filter(logits.amax(-1), self.thresholds[head])
+            logits = logits.masked_fill_(skip.unsqueeze(-1), NO_LOGIT)
+            skipped = (visible.sum(-1) * skip).sum((-2, -1))
+        logits, blind = logits.flatten(-2), ~visible.flatten(-2).any(-1)
+        if self.pooled is not None:
+            stands = self.pooled[entry, head, block].unsqueeze(1)
+            weight = x.key_counts[entry] * self.pool_weights[head].unsqueeze(-1)
+            pseudo = queries @ x.k_block_mean[of_keys].mT + weight.log2().unsqueeze(1)
+            logits = torch.cat([logits, pseudo.masked_fill_(~stands, NO_LOGIT)], -1)
+            values = torch.cat([values, x.v_block_mean[of_keys]], 1)
+            blind = blind & ~stands.any(-1)
 
-        block_max = logits.amax(-1)
-        running = block_max.cummax(-1).values
-        reference = running[:, _step_ends(blocks, self.values.softmax.step_blocks)]
-        exponents = logits.sub_(finite(reference).unsqueeze(-1))
-        skipped = 0
-        if threshold < PV_FILTER_OFF:
-            skip = _pv_filter(block_max, running, threshold)
-            exponents.masked_fill_(skip.unsqueeze(-1), NO_LOGIT)
-            skipped = (visible.sum(-1) * skip).sum()
-        # All logits of a row may have overflowed downwards: its softmax is no number either.
-        lost = (running[:, -1] == NO_LOGIT) & visible.any(-1).any(-1)
-        return self.values.sums(exponents, reference, self.v[blocks].flatten(0, 1), lost), skipped
+        most = logits.amax(-1, keepdim=True)  # of rows whose logits all overflowed -inf: NaN then
+        weights = logits.sub_(most).exp2_()
+        total = weights.sum(-1, keepdim=True)
+        out = weights.div_(total) @ values
+        drops = ((x.key_counts[entry] > 0) & ~kept).any(-1)
+        out = out * torch.where(drops, self.output_scales[head], 1)[:, None, None]
+        out = out + x.vbar[of_keys].unsqueeze(1)
+        off_mean = queries @ x.kbar[of_keys].unsqueeze(-1)
+        lse = (most + total.log2() + off_mean).squeeze(-1) / LOG2_E
+        return out.masked_fill_(blind.unsqueeze(-1), 0), lse.masked_fill_(blind, NO_LOGIT), skipped
 
-    def _visible(self, rows: int, first_row: int, blocks: Tensor) -> Tensor:
-        """(R or 1, n, 64): whether the pair exists, for its key is valid and not after its
-        query."""
-        place = torch.arange(KEY_BLOCK, device=blocks.device)
-        row = (first_row + torch.arange(rows, device=blocks.device))[:, None, None]
-        visible = (place < self.counts[blocks].unsqueeze(-1)).unsqueeze(0)
-        if self.occupied is not None:
-            visible = visible & self.occupied[row]
-        if self.is_causal:
-            visible = visible & (blocks.unsqueeze(-1) * KEY_BLOCK + place <= row)
-        return visible
-
-
-def _step_ends(blocks: Tensor, step_blocks: int) -> Tensor:
-    """(n,): for each of `blocks` (n,) the position of the last block of its step."""
-    position = torch.arange(blocks.numel(), device=blocks.device)
-    ends = (position // step_blocks + 1) * step_blocks - 1
-    return ends.clamp(max=blocks.numel() - 1)
+    @property
+    def _filters(self) -> bool:
+        return bool((self.thresholds < PV_FILTER_OFF).any())
 
 
-def _pv_filter(block_max: Tensor, running: Tensor, threshold: float) -> Tensor:
-    """(R, n): blocks so far below the maximum before them that all 64 rows around leave them out.
+def visible_pairs(
+    x: Operands, entry: Tensor, block: Tensor, kept: Tensor, is_causal: bool, of_queries: bool
+) -> Tensor:
+    """(C, 128 or 1, n, 64) bool: pairs that exist, for the key is valid and not after its query.
+
+    entry, block (C,): batch entries and numbers of query blocks. kept (C, n): their key blocks.
+    of_queries: rows that are no queries see nothing, and so have no say in the PV filter.
+    """
+    places = torch.arange(KEY_BLOCK, device=kept.device)
+    counts = x.key_counts[entry.unsqueeze(-1), kept]
+    visible = (places < counts.unsqueeze(-1)).unsqueeze(1)
+    if of_queries:
+        visible = visible & x.occupied[block][..., None, None]
+    if is_causal:
+        rows = torch.arange(QUERY_BLOCK, device=kept.device)
+        rows = block.unsqueeze(-1) * QUERY_BLOCK + rows
+        keys = kept.unsqueeze(-1) * KEY_BLOCK + places
+        visible = visible & (keys.unsqueeze(1) <= rows[..., None, None])
+    return visible
+
+
+def pv_filter(most: Tensor, thresholds: Tensor) -> Tensor:
+    """(C, 128, n): blocks so far below the largest logit before them that all 64 rows around leave
+    them out; most (C, 128, n) of each kept block, thresholds (C,) in log2 units.
 
     A row that has met no key yet lets a block be skipped only if the block has none for it either;
     the first block is never skipped.
     """
-    rows = block_max.shape[0]
-    before = pad(running[:, :-1], (1, 0), value=NO_LOGIT)
-    negligible = (block_max - before < -threshold) | (block_max == NO_LOGIT)
-    groups = pad(negligible, (0, 0, 0, -rows % PV_GROUP), value=True).unflatten(0, (-1, PV_GROUP))
-    skip = groups.all(1)
-    skip[:, 0] = False
-    return skip.repeat_interleave(PV_GROUP, 0)[:rows]
+    before = pad(most.cummax(-1).values[..., :-1], (1, 0), value=NO_LOGIT)
+    negligible = (most - before < -thresholds[:, None, None]) | (most == NO_LOGIT)
+    skip = negligible.unflatten(1, (-1, PV_GROUP)).all(2)
+    skip[..., 0] = False
+    return skip.repeat_interleave(PV_GROUP, 1)

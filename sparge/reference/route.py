@@ -12,7 +12,7 @@ from torch import Tensor
 from ..blocks import KEY_BLOCK, QUERY_BLOCK, block_pairs, touches_diagonal, whole_steps
 from ..head_settings import HeadSettings, Router
 from ..policy import PerHead, SparsePolicy
-from .quantized import Quantized, by_query_head
+from .operands import Operands, by_query_head
 from .scores import block_scores, log_mass, log_scores
 
 
@@ -22,7 +22,6 @@ class Route:
 
     kept: Tensor  # bool: computed exactly
     pooled: Tensor  # bool: stands in the softmax as one pseudo-key
-    rank: Tensor  # int64: place among the ranked blocks, from 0; -1 for all others
     pairs: Tensor  # int64: query-key pairs of each block, kept or not
 
     @property
@@ -49,7 +48,7 @@ class Route:
 
 
 def route(
-    x: Quantized,
+    x: Operands,
     policy: SparsePolicy,
     head_settings: HeadSettings | None = None,
     *,
@@ -71,7 +70,7 @@ def route(
     valid = pairs > 0
     nothing = torch.zeros_like(valid)
     if block_mask is not None:
-        return Route(block_mask.bool() & valid, nothing, torch.full_like(pairs, -1), pairs)
+        return Route(block_mask.bool() & valid, nothing, pairs)
     forced, dense = _forced(x, policy, valid, is_causal)
     ranked = valid & ~forced
 
@@ -89,12 +88,10 @@ def route(
         counts = whole_steps(counts, forced.sum(-1, keepdim=True))
     kept = forced | (ranked & (rank < counts)) | (dense & valid)
     pooled = poolable(valid & ~kept & pools, is_causal)
-    return Route(kept, pooled, rank.masked_fill(~ranked, -1), pairs)
+    return Route(kept, pooled, pairs)
 
 
-def _scores(
-    x: Quantized, head_settings: HeadSettings | None, scale: float, valid: Tensor
-) -> Tensor:
+def _scores(x: Operands, head_settings: HeadSettings | None, scale: float, valid: Tensor) -> Tensor:
     if head_settings is None or not head_settings.pools:
         return log_mass(x, scale)
     by_mass, by_error = log_scores(x, scale, valid)
@@ -131,7 +128,7 @@ def kept_ranks(scores: Tensor, policy: SparsePolicy, share: PerHead, floor: int 
     return (within | everything).sum(-1, keepdim=True).clamp(min=floor)
 
 
-def _pairs(x: Quantized, is_causal: bool) -> Tensor:
+def _pairs(x: Operands, is_causal: bool) -> Tensor:
     """(B, H, nq, nk) int64: query-key pairs of each block."""
     if x.order is None:
         pairs = block_pairs(x.n_queries, x.key_counts, is_causal)
@@ -141,7 +138,7 @@ def _pairs(x: Quantized, is_causal: bool) -> Tensor:
 
 
 def _forced(
-    x: Quantized, policy: SparsePolicy, valid: Tensor, is_causal: bool
+    x: Operands, policy: SparsePolicy, valid: Tensor, is_causal: bool
 ) -> tuple[Tensor, Tensor]:
     """Forced blocks (B, H, nq, nk), and query blocks that drop nothing, broadcastable to them."""
     threshold = per_head(policy.simthreshd1, x.heads, valid.device).unsqueeze(-1)

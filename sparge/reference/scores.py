@@ -7,25 +7,25 @@ import torch
 from torch import Tensor
 
 from ..blocks import KEY_BLOCK
-from .quantized import Quantized, by_query_head
+from .operands import Operands, by_query_head
 
 LEAST_ERROR = 1e-30  # squared; keeps the logarithm of an error of 0 a number, below all others
 
 
-def block_scores(x: Quantized, scale: float) -> Tensor:
+def block_scores(x: Operands, scale: float) -> Tensor:
     """(B, H, nq, nk): the pooled logit, mean query . mean centred key * scale."""
     key_means = by_query_head(x.k_block_mean, x.q_block_mean.shape[1])
     return x.q_block_mean @ key_means.transpose(-1, -2) * scale
 
 
-def log_mass(x: Quantized, scale: float) -> Tensor:
+def log_mass(x: Operands, scale: float) -> Tensor:
     """(B, H, nq, nk): natural log of a block's mass, up to a constant a row: the pooled logit, plus
     ln(n / 64) for the n keys of the block (nothing for a full one); -inf for an empty block."""
     fill = x.key_counts.float() / KEY_BLOCK
     return block_scores(x, scale) + fill.log()[:, None, None]
 
 
-def log_scores(x: Quantized, scale: float, valid: Tensor) -> tuple[Tensor, Tensor]:
+def log_scores(x: Operands, scale: float, valid: Tensor) -> tuple[Tensor, Tensor]:
     """`log_mass`, and the natural log of the error that pooling a block makes, both (B, H, nq, nk)
     and up to a constant a row.
 
@@ -36,14 +36,12 @@ def log_scores(x: Quantized, scale: float, valid: Tensor) -> tuple[Tensor, Tenso
         mass * exp(s / 2) * sqrt((s / 2)^2 |mean(V_j) - o|^2 + s / 64 * tr Var(V_j)),
         s = sum_c qbar_c^2 Var(K_j)_c scale^2,   o = sum_j mass_j mean(V_j) over the valid blocks
 
-    Other forms leave more error (docs/experiments.md, Ranking by error). What it reads of keys for
-    every query block is kept in bf16 (docs/experiments.md, Precision of block statistics).
+    Other forms leave more error (docs/experiments.md, Ranking by error).
     """
     any_block = log_mass(x, scale)
     by_mass = any_block.masked_fill(~valid, -torch.inf)
     values, key_variance = (
-        by_query_head(stored.bfloat16().float(), by_mass.shape[1])
-        for stored in (x.v_block_mean, x.k_variance)
+        by_query_head(of_keys, by_mass.shape[1]) for of_keys in (x.v_block_mean, x.k_variance)
     )
     mass = by_mass.softmax(-1).nan_to_num(0.0)  # a row without valid blocks has no softmax
     output = mass @ values

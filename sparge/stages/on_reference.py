@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Call where no kernel runs: the reference with the same meaning, slow.
+"""Call where no kernel runs: the reference with the same meaning, in float32.
 
 What it computes depends on the data, which torch.compile could not trace: `run` makes it one op.
 """

@@ -66,7 +66,7 @@ def logit_errors(setting: Setting) -> tuple[Tensor, Tensor, Tensor]:
     q, keys = setting.q, setting.k - setting.key_centre
     keys = keys.masked_fill(~setting.valid[:, None, :, None], 0)
     largest = setting.case.scale * q.norm(dim=-1) * keys.norm(dim=-1).amax(-1, keepdim=True)
-    if not setting.eight_bit:
+    if not Arithmetic.of(setting).int8:
         steps = q.shape[-1] + 16
         lost = largest * (steps * 2.0**-23 + 2 * casts(setting))
         return torch.zeros_like(q[..., 0]), torch.zeros_like(keys[..., 0]), lost
@@ -224,16 +224,17 @@ def _peaked(logits: Tensor, off: Tensor, distance: Tensor) -> Tensor:
 def _with_pools(setting: Setting, exact: Exact, k_step: Tensor) -> Tensor:
     """(B, H, C): pooled keys have a step of their own."""
     rest = exact.keys[:, :, k_step.shape[2] :].abs().amax(-1)
-    if not setting.eight_bit:  # a mean of 16-bit keys is rounded to 16 bits
-        return torch.cat([k_step, rest * 2 * UNIT[torch.bfloat16]], 2)
+    arithmetic = Arithmetic.of(setting)
+    if not arithmetic.int8:  # a mean of 16-bit keys is rounded to 16 bits
+        return torch.cat([k_step, rest * 2 * arithmetic.mean_unit], 2)
     return torch.cat([k_step, rest / INT8_LEVELS], 2)
 
 
 def _value_units(setting: Setting, arithmetic: Arithmetic, columns: int) -> Tensor:
     """(C,): relative rounding of the columns' values."""
     units = setting.q.new_full((columns,), arithmetic.v_unit + casts(setting))
-    if not setting.eight_bit:
-        units[setting.k.shape[2] :] = UNIT[torch.bfloat16]
+    if not arithmetic.int8:
+        units[setting.k.shape[2] :] = arithmetic.mean_unit
     return units
 
 

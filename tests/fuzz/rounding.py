@@ -19,7 +19,7 @@ INT8_LEVELS = 127
 UINT8_LEVELS = 255
 E4M3_MAX = 448
 WITH_INTEGERS = ((8, 6), (8, 9), (12, 0), (12, 1))
-#: Compute capability that the reference emulates; None: that of no GPU.
+#: Compute capability that a CPU emulates; None: it computes in float32.
 CPU_IS_LIKE: tuple[int, int] | None = None
 #: Compute capabilities whose kernels tests run on a Hopper GPU.
 LAYOUTS = {"86": (8, 6), "89": (8, 9), "120": (12, 0)}
@@ -38,13 +38,21 @@ class Arithmetic:
     """Row sums are of the rounded P."""
     float_unit: float = 2.0**-23
     """Unit of sums in the tensor cores."""
+    int8: bool = True
+    """Queries and keys have INT8 levels."""
+    mean_unit: float = UNIT[torch.bfloat16]
+    """Relative rounding of the statistics that blocks are ranked by, and of 16-bit pooled keys."""
 
     @classmethod
     def of(cls, setting: Setting) -> Arithmetic:
         case = setting.case
+        if case.q.device.type == "cpu" and CPU_IS_LIKE is None:
+            return IN_FLOAT32
         if case.policy.precision is Precision.SIXTEEN_BIT:
             return cls(
-                UNIT[torch.float16 if half_only(setting) else torch.bfloat16], 2.0**-25, 0, 0
+                UNIT[torch.float16 if half_only(setting) else torch.bfloat16],
+                *(2.0**-25, 0, 0),
+                int8=False,
             )
         capability = _capability(case.q.device)
         if case.policy.precision is Precision.INT8 and capability in WITH_INTEGERS:
@@ -58,6 +66,9 @@ class Arithmetic:
         return cls(2.0**-11, 2.0**-25, 2.0**-11, 2.0**-25 / E4M3_MAX)
 
 
+IN_FLOAT32 = Arithmetic(2.0**-24, 0, 0, 0, int8=False, mean_unit=0)
+
+
 def half_only(setting: Setting) -> bool:
     return all(getattr(setting.case, name).dtype == torch.float16 for name in "qkv")
 
@@ -65,7 +76,8 @@ def half_only(setting: Setting) -> bool:
 def casts(setting: Setting) -> float:
     """Relative rounding of 16-bit operands of two types, one of which becomes the other."""
     types = {getattr(setting.case, name).dtype == torch.float16 for name in "qkv"}
-    return UNIT[torch.bfloat16] if len(types) == 2 and not setting.eight_bit else 0.0
+    sixteen_bit = not setting.eight_bit and Arithmetic.of(setting) is not IN_FLOAT32
+    return UNIT[torch.bfloat16] if len(types) == 2 and sixteen_bit else 0.0
 
 
 def _capability(device: torch.device) -> tuple[int, int] | None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sparge import Router
 from tests.fuzz.oracle import KEY_BLOCK, QUERY_BLOCK, Setting
-from tests.fuzz.rounding import UNIT
+from tests.fuzz.rounding import Arithmetic
 
 #: Self-similarities, 0 to 1, agree to about this; nearer to the threshold it may go either way.
 NEAR = 2e-3
@@ -131,7 +131,7 @@ class Routing:
         """mass + s / 2 + log of sqrt((s / 2)^2 |mean(V_j) - o|^2 + s / 64 tr Var(V_j)), s the
         variance of the block's logits and o the pooled output; variances of keys and means of
         values lie in bf16 between quantize and route."""
-        setting, unit, scale = self.setting, UNIT[torch.bfloat16], self.case.scale
+        setting, unit, scale = self.setting, Arithmetic.of(self.setting).mean_unit, self.case.scale
         key_variance = self._mean_of_keys(self._off_mean(self.keys).square())
         values = self._of_valid(setting.v - setting.value_centre)
         mean_value = self._mean_of_keys(values)

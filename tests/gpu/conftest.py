@@ -7,23 +7,19 @@ import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from benchmarks.metrics import rel_l2
-from sparge import SparsePolicy
+from sparge import SparsePolicy, TokenOrder, reference
 from sparge.kernels import Element, KernelSpec, capabilities
 from sparge.kernels.params import HOPPER_ATTEND, HOPPER_ATTEND_16
 from sparge.kernels.spec import HOPPER_ENTRIES, AttendPath, all_specs
 from sparge.policy import Precision
-from sparge.reference.arithmetic import (
-    HOPPER_SOFTMAX,
-    HOPPER_SOFTMAX_16,
-    PORTABLE_SOFTMAX,
-    OnlineSoftmax,
-)
+from tests.oracle import HOPPER_SOFTMAX, HOPPER_SOFTMAX_16, PORTABLE_SOFTMAX, OnlineSoftmax
 
 POISON_BYTES = 1 << 28
 HALF = SparsePolicy(topk=0.5, pvthreshd=15.0)
@@ -141,6 +137,17 @@ def no_waits() -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def in_float32(
+    q: Tensor, k: Tensor, v: Tensor, kept: Tensor, pooled: Tensor | None = None, *,
+    order: TokenOrder | None = None, key_lengths: Tensor | None = None, vbar: Tensor | None = None,
+    **rules: Any,
+) -> Tensor:  # fmt: skip
+    """Attention over the same blocks as the reference computes it. vbar: mean values in place of
+    those of q, k and v. rules: as `reference.attend` takes them."""
+    x = reference.Operands.of(q, k, v, order, key_lengths=key_lengths, vbar=vbar)
+    return reference.attend(x, kept, pooled, **rules).out
 
 
 def assert_emulated(

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from torch.profiler import ProfilerActivity, profile
 
 import sparge
@@ -26,15 +27,15 @@ from sparge import (
     TokenGrid,
     Unsupported,
     grid_order,
-    reference,
 )
 from sparge.blocks import KEY_BLOCK, QUERY_BLOCK
 from sparge.kernels import Element, KernelSpec, capabilities, native_element
+from sparge.session.measure import measure
 from sparge.stages.rules import NO_ORDER, AttendRules, QuantizeRules, RouteRules, Select
 from sparge.stats import Counter
-from sparge.tune import Measurement, Workload, kernel_measure
 from tests.gpu.conftest import HALF, no_waits
 from tests.gpu.test_head_settings import settings_of, with_orders
+from tests.session.parts import measured_call
 
 pytestmark = pytest.mark.gpu
 
@@ -249,11 +250,7 @@ def test_deterministic_mode_changes_no_bit(qkv: Operands) -> None:
         out, lse = attention(
             *qkv, SparsePolicy(), order=order, head_settings=settings, return_lse=True
         )
-        measurement = Measurement.begin(
-            layers=1, heads=4, workload=Workload(order), measure=kernel_measure, device="cuda"
-        )
-        measurement.add(0, *qkv)
-        return [out, lse, measurement.squared_error]
+        return [out, lse, measure(measured_call(qkv, order, range(4))).error]
 
     expected = results()
     torch.use_deterministic_algorithms(True)
@@ -331,5 +328,6 @@ def test_long_sequences(tokens: int, make_qkv) -> None:
     for block in (0, kept.shape[2] // 2, kept.shape[2] - 1):
         rows = slice(block * QUERY_BLOCK, min((block + 1) * QUERY_BLOCK, tokens))
         keys = kept[0, 0, block].repeat_interleave(KEY_BLOCK)[:tokens]
-        exact, _ = reference.exact_attention(q[:, :, rows], k[:, :, keys], v[:, :, keys])
+        read = q[:, :, rows], k[:, :, keys], v[:, :, keys]
+        exact = scaled_dot_product_attention(*(x.float() for x in read))
         assert rel_l2(out[:, :, rows], exact) < (0.06 if e4m3() else 0.03)

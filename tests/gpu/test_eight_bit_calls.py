@@ -12,9 +12,8 @@ from torch.autograd import forward_ad
 
 from sparge import Unsupported
 from sparge.kernels import Kernel
+from sparge.session.calls import Call, EightBitDense
 from sparge.stages import launch
-from sparge.tune import Call
-from sparge.tune.eight_bit import EightBitDense
 
 pytestmark = pytest.mark.gpu
 LAYOUTS = ("HND", "NHD", "flat")

@@ -9,13 +9,14 @@ import torch
 
 import sparge
 from benchmarks.kept import kept_blocks
-from sparge import KernelBuildError, Precision, SparsePolicy, reference
+from sparge import KernelBuildError, Precision, SparsePolicy
 from sparge.kernels import Element, KernelSpec, capabilities, loader
 from sparge.kernels.cubin import Cubin
 from sparge.kernels.spec import HOPPER_ENTRIES
 from sparge.stages import pipeline
-from tests.gpu.conftest import Kernels, assert_emulated
+from tests.gpu.conftest import Kernels, assert_emulated, in_float32
 from tests.gpu.test_stages import kernel_stages, means_of
+from tests.oracle import attend, quantize_qkv
 
 pytestmark = pytest.mark.gpu
 
@@ -60,7 +61,7 @@ def test_the_plain_target_serves(
 
     kept = kept_blocks(q, k, policy)
     means = means_of(kernel_stages(q, k, v, element), element, head_dim)
-    quantized = reference.quantize_qkv(q, k, v, element=element, **means)
-    emulated = reference.attend(quantized, kept, scale=head_dim**-0.5)
-    exact, _ = reference.exact_attention(q, k, v, kept)
+    quantized = quantize_qkv(q, k, v, element=element, **means)
+    emulated = attend(quantized, kept, scale=head_dim**-0.5)
+    exact = in_float32(q, k, v, kept, scale=head_dim**-0.5)
     assert_emulated(Kernels(element), out, lse, emulated.out, emulated.lse, exact)

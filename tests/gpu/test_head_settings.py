@@ -23,23 +23,22 @@ from sparge import (
 from sparge.blocks import KEY_BLOCK, unpack
 from sparge.call import CheckedCall, make_call
 from sparge.kernels import Element
-from sparge.reference import (
-    Quantized,
-    Route,
-    attend,
-    exact_attention,
-    log_scores,
-    poolable,
-    quantize_qkv,
-    scatter,
-)
+from sparge.reference import Route, log_scores, poolable
 from sparge.reference import route as reference_route
 from sparge.reference.scores import LEAST_ERROR
 from sparge.stages.pipeline import quantize, route
 from sparge.stages.workspace import WorkspaceLayout
 from tests.gpu.cases import Case, lengths_of, make_qkv
-from tests.gpu.conftest import Kernels, assert_emulated, assert_ties, every_kernel, with_element
+from tests.gpu.conftest import (
+    Kernels,
+    assert_emulated,
+    assert_ties,
+    every_kernel,
+    in_float32,
+    with_element,
+)
 from tests.gpu.test_stages import means_of
+from tests.oracle import Quantized, attend, quantize_qkv
 
 pytestmark = pytest.mark.gpu
 
@@ -154,26 +153,23 @@ def test_output(job: Job, kernels: Kernels, generator, poison, force) -> None:
     force(kernels)
     got = prepare(job, kernels.element, generator)
     call, settings = got.call, got.head_settings
-    given = {"order": call.order, "is_causal": call.is_causal, "key_lengths": call.key_lengths}
+    given = {"order": call.order, "key_lengths": call.key_lengths}
     stats = AttentionStats("cuda")
     options = {"head_settings": settings, "stats": stats, "output_dtype": torch.float32}
-    out, lse = attention(call.q, call.k, call.v, call.policy, return_lse=True, **given, **options)
+    options |= {"is_causal": call.is_causal, "return_lse": True}
+    out, lse = attention(call.q, call.k, call.v, call.policy, **given, **options)
     routed = got.route()
     if kernels.element in (Element.BF16, Element.FP16) and job.case.data != "zeros":
         check_routing(got, routed)  # of zeros every score is the same up to rounding
     dropped = routed.valid & ~got.kept & (settings.pool_weight > 0)[:, None, None]
     pooled = poolable(dropped, call.is_causal)
     scaled = 1.0 if settings.output_scale is None else settings.output_scale
-    chosen = (got.kept, pooled, settings.pool_weight)
-    emulated = attend(
-        got.operands, *chosen, output_scale=scaled, scale=call.scale, is_causal=call.is_causal,
-        pvthreshd=call.policy.pvthreshd, softmax=kernels.softmax,
-    )  # fmt: skip
-    exact, _ = exact_attention(
-        call.q, call.k, call.v, *chosen, output_scale=scaled, mean_values=got.operands.vbar, **given
-    )
-    truth, truth_lse = (scatter(x, call.order) for x in (emulated.out, emulated.lse))
-    assert_emulated(kernels, out, lse, truth, truth_lse, exact, lse_tolerance=2e-3)
+    chosen = {"kept": got.kept, "pooled": pooled, "pool_weight": settings.pool_weight}
+    chosen |= {"output_scale": scaled, "scale": call.scale, "is_causal": call.is_causal}
+    filtered = {"pvthreshd": call.policy.pvthreshd, "softmax": kernels.softmax}
+    emulated = attend(got.operands, **chosen, **filtered)
+    exact = in_float32(call.q, call.k, call.v, vbar=got.operands.vbar, **given, **chosen)
+    assert_emulated(kernels, out, lse, emulated.out, emulated.lse, exact, lse_tolerance=2e-3)
     by_map = replace(routed, kept=got.kept)
     kept, valid, skipped, blocks = stats.counters.tolist()
     assert blocks == int(got.kept.sum())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiles, means and copies of means and quantize, against the reference."""
+"""Tiles, means and copies of means and quantize, against their emulation."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.metrics import rel_l2
-from sparge import reference
 from sparge.blocks import KEY_BLOCK
 from sparge.kernels import Element, capabilities
-from sparge.reference.quantize import sampled_mean
 from sparge.stages import key_mean
 from sparge.stages.launch import means, quantize
 from sparge.stages.rules import QuantizeRules
@@ -21,6 +19,7 @@ from sparge.stages.workspace import CallShape, WorkspaceLayout
 from tests.gpu.cases import CASES, Case, lengths_of, make_qkv, some_cases
 from tests.gpu.conftest import ELEMENTS, every_element
 from tests.gpu.test_stages import kernel_stages, means_of
+from tests.oracle import quantize_qkv, sampled_mean
 
 pytestmark = pytest.mark.gpu
 
@@ -73,11 +72,11 @@ def test_quantize(case: Case, element: Element, generator, poison) -> None:
     int8 = element.quantized
     means = means_of(fields, element, d)
     if int8:
-        own = reference.quantize_qkv(q, k, v, element=element, key_lengths=lengths_of(case))
+        own = quantize_qkv(q, k, v, element=element, key_lengths=lengths_of(case))
         spread = k.float().std() + k.float().abs().mean() + 1e-6
         assert (own.kbar - means["kbar"]).abs().max() <= 1e-4 * spread
         torch.testing.assert_close(own.v_scale, means["v_scale"], rtol=1e-4, atol=1e-6)
-    truth = reference.quantize_qkv(q, k, v, element=element, key_lengths=lengths_of(case), **means)
+    truth = quantize_qkv(q, k, v, element=element, key_lengths=lengths_of(case), **means)
 
     block_mean, of_queries = fields["k_block_mean"], fields["q_block_mean"][..., :d]
     torch.testing.assert_close(block_mean[..., :d], truth.k_block_mean, rtol=1e-4, atol=2e-5)

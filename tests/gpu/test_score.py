@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from tests.tune.reference_score import score_by_reference
 from torch import Tensor
 
 from sparge import Unsupported
@@ -18,7 +17,7 @@ from sparge.stages import ops
 from sparge.stages.launch import find_kernel
 from sparge.stages.score import shared_bytes
 from sparge.stages.workspace import CallShape, layout_of
-from sparge.tune.scoring import Distances
+from tests.session.reference_score import fields_of, score_by_reference
 
 pytestmark = pytest.mark.gpu
 
@@ -99,8 +98,7 @@ def inputs(
 
 def room_for(given: Inputs) -> Tensor:
     """`found` of `Inputs.score`, full of something else."""
-    fields = Distances.packed_fields(DENSITIES)
-    room = (fields, 2, BATCH, HEADS + 1, given.exact_max.shape[-1])
+    room = (fields_of(DENSITIES), 2, BATCH, HEADS + 1, given.exact_max.shape[-1])
     return torch.full(room, 77.0, device="cuda")
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sparge.kernels.spec import HEAD_DIMS
-from sparge.speed.self_test import MOST, largest_error
+from sparge.session.timing import MOST, largest_error
 from tests.gpu.conftest import KERNELS, Kernels
 
 pytestmark = pytest.mark.gpu

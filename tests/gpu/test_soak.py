@@ -18,7 +18,7 @@ import sparge
 from sparge import HeadSettings, Precision, Router, TokenGrid, grid_order
 from sparge.order import grid as grids
 from sparge.order.variants import VARIANTS
-from sparge.tune import Measurement, Workload, measure_for
+from sparge.session import Aim, Session, TokenLayout
 from tests.gpu.cases import SOME_CASES, lengths_of
 from tests.gpu.cases import make_qkv as case_qkv
 from tests.gpu.conftest import HALF
@@ -84,16 +84,18 @@ def sampling_run(grid: TokenGrid, inputs: tuple[Tensor, ...], head_dim: int) -> 
     """
     q, k, v = (x[:, :, : grid.tokens, :head_dim] for x in inputs)
     device = q.device
-    shared = {"layers": LAYERS, "heads": HEADS, "workload": Workload(grid_order(grid))}
-    measurement = Measurement.begin(**shared, measure=measure_for(device), device=device)
-    for layer in range(LAYERS):
-        measurement.add(layer, q, k, v)
-    chosen = measurement.error_table().choose(mean_density=0.4)
+    steps = 1 + VARIANTS
+    session = Session.of(Aim("budget", 0.4), steps=steps, dense_steps=1, even_if_slower=True)
+    for step in range(steps):
+        running = session.begin_step(step, TokenLayout.of(LAYERS, grid, HEADS), device)
+        for layer in range(LAYERS):
+            running.attend(layer, q, k, v)
+        running.end()
+    assert session.counts.sparse
+    session.end()
     fixed, outs = with_orders(settings_of(HEADS)), []
     for variant in range(VARIANTS):
         order = grid_order(grid, variant).on(device)
-        for head_settings in chosen.of_layers(device, PLAIN):
-            attention(q, k, v, PLAIN, order=order, head_settings=head_settings)
         outs.append(attention(q, k, v, PLAIN, order=order, head_settings=fixed))
     return outs
 

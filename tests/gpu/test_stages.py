@@ -20,7 +20,6 @@ from sparge.attention import attention
 from sparge.blocks import KEY_BLOCK
 from sparge.kernels import Element
 from sparge.kernels.spec import HEAD_DIMS
-from sparge.reference.arithmetic import E4M3_MAX, UINT8_MAX, OnlineSoftmax
 from sparge.stages import ops
 from sparge.stages.launch import quantize
 from sparge.stages.rules import QuantizeRules
@@ -33,8 +32,10 @@ from tests.gpu.conftest import (
     assert_emulated,
     assert_ties,
     every_kernel,
+    in_float32,
     with_element,
 )
+from tests.oracle import E4M3_MAX, UINT8_MAX, OnlineSoftmax, attend, quantize_qkv
 
 pytestmark = pytest.mark.gpu
 
@@ -62,7 +63,7 @@ def kernel_stages(q: Tensor, k: Tensor, v: Tensor, element: Element, lengths: Te
 
 
 def means_of(fields: dict[str, Tensor], element: Element, head_dim: int) -> dict[str, Any]:
-    """Means and value scales of the kernels, for `reference.quantize_qkv`."""
+    """Means and value scales of the kernels, for `quantize_qkv`."""
     names = {"kbar": "k_mean", "vbar": "v_mean", "v_scale": "v_scale"}
     if not element.quantized:
         return {}
@@ -90,19 +91,16 @@ def test_attention(case: Case, policy, kernels: Kernels, generator, poison, forc
     assert torch.equal(out, masked), "a mask of the kept blocks changes nothing"
 
     means = means_of(kernel_stages(q, k, v, element, lengths), element, case.head_dim)
-    quantized = reference.quantize_qkv(q, k, v, element=element, key_lengths=lengths, **means)
+    quantized = quantize_qkv(q, k, v, element=element, key_lengths=lengths, **means)
     rules = {"is_causal": case.causal, "pvthreshd": policy.pvthreshd}
-    emulated = reference.attend(quantized, kept, scale=scale, softmax=kernels.softmax, **rules)
-    read = (x.bfloat16() if x.dtype == torch.float32 else x for x in (q, k, v))
-    exact, _ = reference.exact_attention(
-        *read, kept=kept, is_causal=case.causal, key_lengths=lengths
-    )
+    emulated = attend(quantized, kept, scale=scale, softmax=kernels.softmax, **rules)
+    exact = in_float32(q, k, v, kept, key_lengths=lengths, scale=scale, is_causal=case.causal)
     assert_emulated(kernels, out, lse, emulated.out, emulated.lse, exact)
 
 
 def check_routing(kept, q, k, v, policy, element, case, lengths) -> None:
     """The kernel's choice equals the reference's, but where two scores tie to rounding."""
-    quantized = reference.quantize_qkv(q, k, v, element=element, key_lengths=lengths)
+    quantized = quantize_qkv(q, k, v, element=element, key_lengths=lengths)
     scale = case.head_dim**-0.5
     truth = reference.route(quantized, policy, scale=scale, is_causal=case.causal)
     differs = kept != truth.kept
@@ -134,7 +132,7 @@ def test_hopper_errs_hardly_more_than_mma_sync(
         q, k, v = make_qkv(1, 4, 2048, head_dim, device="cuda")
     policy = with_element(SparsePolicy(topk=0.2), kernels.element)
     kept = kept_blocks(q, k, policy)
-    exact, _ = reference.exact_attention(q, k, v, kept)
+    exact = in_float32(q, k, v, kept, scale=head_dim**-0.5)
 
     def error(kernels: Kernels) -> float:
         force(kernels)
@@ -181,11 +179,11 @@ def test_codes_of_p_on_hopper(head_dim: int, force) -> None:
     policy = SparsePolicy(topk=1.0, smooth_k=False)
     found, _ = partials(q, k, v, policy, scale=1 / head_dim)
 
-    quantized = reference.quantize_qkv(q, k, v, element=HOPPER_8BIT.element, smooth_k=False)
+    quantized = quantize_qkv(q, k, v, element=HOPPER_8BIT.element, smooth_k=False)
     kept = kept_blocks(q, k, policy)
 
     def off(softmax: OnlineSoftmax) -> Tensor:
-        emulated = reference.attend(quantized, kept, scale=1 / head_dim, softmax=softmax)
+        emulated = attend(quantized, kept, scale=1 / head_dim, softmax=softmax)
         codes = (emulated.unnormalised * E4M3_MAX)[..., :KEY_BLOCK]
         return (found[..., :KEY_BLOCK] * E4M3_MAX - codes).abs() > 1e-3 * codes + 1e-4
 
@@ -209,8 +207,8 @@ def test_levels_of_integer_p(head_dim: int, force) -> None:
     assert (levels - levels.round()).abs().max() <= 1e-3, "P is whole levels"
     torch.testing.assert_close(row_sum * UINT8_MAX, levels.sum(-1), rtol=1e-6, atol=1e-2)
 
-    quantized = reference.quantize_qkv(q, k, v, element=kernels.element, smooth_k=False)
-    emulated = reference.attend(quantized, kept_blocks(q, k, policy), scale=1 / head_dim)
+    quantized = quantize_qkv(q, k, v, element=kernels.element, smooth_k=False)
+    emulated = attend(quantized, kept_blocks(q, k, policy), scale=1 / head_dim)
     expected = (emulated.unnormalised[..., :KEY_BLOCK] * UINT8_MAX).round()
     assert expected.unique().numel() > 200
     # An exponential may be off by two units of its last place, and so round to the other level.

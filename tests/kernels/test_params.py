@@ -15,7 +15,7 @@ from sparge.kernels.nvrtc import NvrtcError
 from sparge.kernels.params import HOPPER_ATTEND, IN_TENSORS, PARAMS, SIZES
 from sparge.kernels.source import read_sources
 from sparge.kernels.spec import Element, KernelSpec
-from sparge.reference.fixed_exp2 import FIXED_TILES, SHIFT
+from tests.oracle.fixed_exp2 import FIXED_TILES, SHIFT
 
 
 def _structs(kind: Any) -> Iterator[type[Structure]]:

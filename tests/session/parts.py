@@ -91,8 +91,8 @@ def same_settings(one: Session, other: Session) -> bool:
 
 def measured_call(qkv: Qkv, order: TokenOrder, blocks: Sequence[int]) -> MeasuredCall:
     q, k, v = qkv
-    candidates = Candidates.of(order, CPU, shares_keys=q.shape[1] != k.shape[1])
-    return MeasuredCall(q, k, v, q.shape[-1] ** -0.5, order, candidates, blocks)
+    candidates = Candidates.of(order, q.device, shares_keys=q.shape[1] != k.shape[1])
+    return MeasuredCall(q, k, v, q.shape[-1] ** -0.5, order.on(q.device), candidates, blocks)
 
 
 def nothing_measured(call: MeasuredCall, with_truth: bool = False) -> Measured:

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from sparge.blocks import unpack
 from sparge.kernels import Element
-from sparge.reference.arithmetic import LOG2_E
-from sparge.reference.partial import Partial
+from sparge.reference.attend import LOG2_E
 from sparge.stages.workspace import CallShape, WorkspaceLayout, layout_of
+from tests.oracle.sums import Partial
 
 LOG_2 = 0.6931471805599453  # a unit of row_max in natural logs
 

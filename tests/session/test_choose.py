@@ -13,7 +13,7 @@ from torch import Tensor
 from sparge.head_settings import HeadSettings, Router
 from sparge.order.grid import TokenGrid, TokenOrder, cube_order, grid_order, raster_order
 from sparge.policy import SparsePolicy
-from sparge.reference import quantize_qkv, route
+from sparge.reference import Operands, route
 from sparge.session.candidates import MEASURED, POOL_WEIGHTS, Candidates, kept_shares
 from sparge.session.choose import LEAST_WEIGHT, ROUNDING, ChosenSettings, Curves
 from sparge.session.measure import Measured, Sums
@@ -63,7 +63,7 @@ def test_attention_keeps_what_was_asked_for(make_qkv, order: TokenOrder) -> None
     """A head for each density, measured ones last. Ranked blocks count as their mean."""
     found = Candidates.of(order, CPU)
     asked = torch.cat([found.asked, torch.tensor(found.measured)])
-    x = quantize_qkv(*make_qkv(1, len(asked), order.tokens, 16, kv_heads=1), order)
+    x = Operands.of(*make_qkv(1, len(asked), order.tokens, 16, kv_heads=1), order)
     router = torch.full((len(asked),), Router.ERROR, dtype=torch.int32)
     settings = HeadSettings(asked, torch.ones(len(asked)), router)
     kept = route(x, SparsePolicy(), settings, scale=0.25).kept[0]

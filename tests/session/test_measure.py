@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sparge.head_settings import HeadSettings, Router
 from sparge.order.grid import EMPTY, TokenGrid, TokenOrder, cube_order, grid_order, raster_order
 from sparge.policy import SparsePolicy
-from sparge.reference import quantize_qkv, route
+from sparge.reference import Operands, route
 from sparge.session import measure as module
 from sparge.session.candidates import POOL_WEIGHTS
 from sparge.session.choose import Curves
@@ -64,7 +64,7 @@ def rows_of(call: MeasuredCall, kind: int) -> Tensor:
 
 def kept_by_route(call: MeasuredCall, kind: int) -> Tensor:
     """(densities, B, H, query blocks, key blocks): blocks that attention keeps."""
-    x = quantize_qkv(call.q, call.k, call.v, call.order.of_kind(kind))
+    x = Operands.of(call.q, call.k, call.v, call.order.of_kind(kind))
     one = torch.ones(call.q.shape[1])
     return torch.stack(
         [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work of measuring around the kernels, with the reference in their place: on a CPU."""
+"""Work of measuring around the kernels, with their emulation in their place: on a CPU."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from sparge.head_settings import Router
 from sparge.kernels import Element
 from sparge.kernels.source import find_csrc
 from sparge.order.grid import EMPTY, TokenGrid, TokenOrder, grid_order
-from sparge.reference import Quantized, attend, log_scores, quantize_qkv
-from sparge.reference.quantize import count_rows
+from sparge.reference import log_scores
 from sparge.reference.route import rank_blocks
 from sparge.session import measure_kernels as module
 from sparge.session.measure import MeasuredCall, measure
@@ -27,6 +26,7 @@ from sparge.stages.rules import AttendRules, OrderFacts, QuantizeRules, RouteRul
 from sparge.stages.score import MOST_DENSITIES, score
 from sparge.stages.thresholds import COLUMNS
 from sparge.stages.workspace import CallShape, WorkspaceLayout
+from tests.oracle import Quantized, attend, quantize_qkv
 from tests.session.parts import measured_call
 from tests.session.reference_score import score_by_reference
 
@@ -36,7 +36,7 @@ GRID = TokenGrid(4, 8, 15, suffix=20)  # 32 slots of the last query block but th
 
 
 class Stages:
-    """The ops of measuring, in the reference's arithmetic."""
+    """The ops of measuring, in the kernels' arithmetic."""
 
     score = staticmethod(score_by_reference)
 
@@ -106,7 +106,7 @@ class Stages:
         facts_of_blocks: Any = SimpleNamespace(
             q_block_mean=q_means,
             key_counts=layout.view(workspace, "key_counts")[:, 0],
-            **{name: layout.view(workspace, name) for name in names},
+            **{name: layout.view(workspace, name).float() for name in names},
         )
         valid, forced = (facts_of_blocks.key_counts > 0)[:, None, None], order.keys_exact
         assert (thresholds[:, COLUMNS.index("router")] == Router.ERROR).all() and forced is not None
@@ -129,10 +129,9 @@ class Stages:
             heads = slice(head, None, len(self.operands))  # batch entries are KV heads
             rows = every_row[heads]
             own = quantize_qkv(rows, rows, rows, element=Element.INT8_FP16)
-            of_queries = {n: getattr(own, n) for n in ("q_levels", "q_scale", "q_dot_kbar")}
-            counts = count_rows(rows.shape[2], rows.device)
+            names = ("q", "q_levels", "q_scale", "query_counts")
             found = attend(
-                replace(x, **of_queries, order=None, query_counts=counts),
+                replace(x, **{name: getattr(own, name) for name in names}, order=None),
                 unpack(block_map[heads], x.key_counts.shape[1]),
                 scale=rules.scale,
             )

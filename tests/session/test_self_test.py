@@ -16,10 +16,9 @@ from torch import Tensor
 from sparge.blocks import KEY_BLOCK, QUERY_BLOCK
 from sparge.kernels import Element
 from sparge.kernels.spec import HEAD_DIMS
-from sparge.reference import Quantized, attend, quantize_qkv
-from sparge.reference.arithmetic import HOPPER_SOFTMAX, PORTABLE_SOFTMAX
 from sparge.session import timing as self_test
 from sparge.session.timing import MOST, make_inputs, masked_attention, row_errors
+from tests.oracle import HOPPER_SOFTMAX, PORTABLE_SOFTMAX, Quantized, attend, quantize_qkv
 from tests.session.parts import CPU
 
 #: Least multiple of a right kernel's error that the bound is.

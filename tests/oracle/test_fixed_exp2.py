@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from sparge.kernels.spec import Element
-from sparge.reference.arithmetic import ARITHMETIC, E4M3_MAX, HOPPER_SOFTMAX
-from sparge.reference.fixed_exp2 import FIXED_TILES, HIGH, LOW, fixed_exp2, is_fixed
+from tests.oracle import ARITHMETIC, E4M3_MAX, HOPPER_SOFTMAX
+from tests.oracle.fixed_exp2 import FIXED_TILES, HIGH, LOW, fixed_exp2, is_fixed
 
 E4M3 = ARITHMETIC[Element.INT8_E4M3]
 TOP = math.log2(E4M3_MAX)

@@ -9,14 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..kernels.spec import Element
+from sparge.kernels.spec import Element
+
 from .fixed_exp2 import fixed_exp2, is_fixed
-from .partial import Partial, finite
 
 E4M3_MAX = 448.0
 INT8_MAX = 127.0
 UINT8_MAX = 255.0
-LOG2_E = math.log2(math.e)
 
 
 def rounding_shifts(keys: int, device: torch.device) -> Tensor:
@@ -81,9 +80,7 @@ class OnlineSoftmax:
     values.
     """
     fixed_exp2: bool = False
-    """Whether P of some keys of a step is computed in fixed point
-    (`sparge.reference.fixed_exp2`).
-    """
+    """Whether P of some keys of a step is computed in fixed point (`fixed_exp2`)."""
 
     def weigh(
         self, x: Tensor, arithmetic: Arithmetic, worth: Tensor | None = None
@@ -116,34 +113,7 @@ HOPPER_SOFTMAX = OnlineSoftmax(step_blocks=2, sums_rounded=True, fixed_exp2=True
 HOPPER_SOFTMAX_16 = OnlineSoftmax(step_blocks=2)
 
 
-@dataclass(frozen=True, eq=False)
-class Values:
-    """Values of one KV head's keys or pseudo-keys, to be summed by their weights."""
-
-    scale: Tensor  # (D,)
-    mean: Tensor  # (D,)
-    arithmetic: Arithmetic
-    softmax: OnlineSoftmax
-
-    def sums(
-        self,
-        exponents: Tensor,
-        maxima: Tensor,
-        levels: Tensor,
-        lost: Tensor | None = None,
-        worth: Tensor | None = None,
-    ) -> Partial:
-        """Sums over the keys of all steps.
-
-        exponents: (R, steps, keys of a step), logits less `maxima` (R, steps), the running ones.
-        levels: (steps * keys, D) of the values. lost: (R,) bool, rows whose softmax is no number.
-        worth: (steps, keys) as in `OnlineSoftmax.weigh`.
-        """
-        rescale = torch.exp2(maxima - finite(maxima[:, -1:])).unsqueeze(-1)
-        stored, sums = self.softmax.weigh(exponents, self.arithmetic, worth)
-        row_sum = (sums * rescale).sum((-2, -1))
-        if lost is not None:
-            row_sum = row_sum.masked_fill(lost, torch.nan)
-        acc = stored.mul_(rescale).flatten(1) @ levels / self.arithmetic.p_peak
-        unnormalised = acc * self.scale + row_sum.unsqueeze(-1) * self.mean
-        return Partial(unnormalised, maxima[:, -1], row_sum)
+def finite(maximum: Tensor) -> Tensor:
+    """Maximum that is safe to subtract: rows without any logit yet have 0 rather than -inf, which
+    would give NaN."""
+    return maximum.masked_fill(maximum == -torch.inf, 0)

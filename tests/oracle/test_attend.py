@@ -8,9 +8,13 @@ import math
 import pytest
 import torch
 
+from benchmarks.inputs import draw
+from benchmarks.metrics import rel_l1
+from benchmarks.shapes import Shape
+from sparge import TokenGrid, reference
 from sparge.kernels.spec import Element
-from sparge.reference import attend, quantize_qkv
-from sparge.reference.arithmetic import ARITHMETIC, PORTABLE_SOFTMAX
+from sparge.reference import Operands
+from tests.oracle import ARITHMETIC, PORTABLE_SOFTMAX, attend, quantize_qkv
 
 SCALE, ROWS, KEYS = 0.1, 128, 500
 
@@ -63,3 +67,36 @@ def test_sums_of_small_integer_p_are_right_on_average() -> None:
     assert sums.sum().item() == pytest.approx(stored.sum().item() / 255)
     assert sums.sum().item() == pytest.approx(exact, rel=3e-4)
     assert nearest < 0.9992 * exact
+
+
+@pytest.mark.parametrize("element", list(Element))
+def test_many_blocks_are_pooled_in_tiles_of_64_one_of_them_empty(make_qkv, element) -> None:
+    """Random calls of tests/fuzz have fewer blocks."""
+    q, k, v = make_qkv(1, 4, 100, 16, kv_heads=2, kv_tokens=135 * 64 + 20)
+    k = 2 * k[:, :, ::64].repeat_interleave(64, 2)[:, :, : k.shape[2]] + k / 2
+    weights, blocks = torch.tensor([1.0, 0.0, 0.4, 2.5]), torch.arange(136)
+    kept = (blocks % 3 == 0).expand(1, 4, 1, 136)
+    pooled = ~kept & (blocks // 64 != 1) & (weights > 0)[:, None, None]
+    found = attend(quantize_qkv(q, k, v, element=element), kept, pooled, weights, scale=0.25)
+    exact = reference.attend(Operands.of(q, k, v), kept, pooled, weights, scale=0.25)
+    limits = {Element.INT8_E4M3: 0.04, Element.INT8_INT8: 0.02}
+    assert rel_l1(found.out, exact.out) < limits.get(element, 0.015)
+    assert (found.lse - exact.lse).abs().max() < 0.1
+
+
+@pytest.mark.parametrize(
+    ("element", "limit"),
+    [
+        (Element.INT8_FP16, 0.005),
+        (Element.INT8_E4M3, 0.01),
+        (Element.INT8_INT8, 0.006),
+        (Element.BF16, 0.003),
+    ],
+)
+def test_dense_error_on_smooth_data(element: Element, limit: float) -> None:
+    q, k, v = draw(Shape("small", 6, 1566, 64, TokenGrid(4, 16, 24, suffix=30)), "cpu")
+    kept = torch.ones(1, 6, 13, 25, dtype=torch.bool)
+    found = attend(quantize_qkv(q, k, v, element=element), kept, scale=0.125).out
+    exact = reference.attend(Operands.of(q, k, v), kept, scale=0.125).out
+    for head in range(6):
+        assert rel_l1(found[:, head], exact[:, head]) <= limit, head

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..blocks import KEY_BLOCK
+from sparge.blocks import KEY_BLOCK
 
 #: Bounds of the relative error before E4M3.
 LOW, HIGH = -0.0154, 0.0110
