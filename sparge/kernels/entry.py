@@ -58,8 +58,7 @@ def write_entry(path: Path, cubin: Cubin, spec: KernelSpec) -> None:
 
 
 def _note_use(path: Path) -> None:
-    """Dates an entry that is used, at most once a day: ``stale`` goes by it, so that none in use is
-    old."""
+    """Dates an entry that is used, at most once a day: the store removes old ones."""
     with contextlib.suppress(OSError):
         if time.time() - path.stat().st_mtime > DAY:
             os.utime(path)

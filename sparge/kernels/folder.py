@@ -54,18 +54,7 @@ def _absolute(variable: str) -> Path | None:
 
 def _in_home(*names: str) -> Path | None:
     home = Path.home()
-    if os.name == "posix" and not Path(os.environ.get("HOME", "/")).is_absolute():
-        home = _home_of_account()  # HOME is set to nothing, or to a relative path
     return home.joinpath(*names) if home.is_absolute() else None
-
-
-def _home_of_account() -> Path:
-    import pwd  # Windows has none
-
-    try:
-        return Path(pwd.getpwuid(os.getuid()).pw_dir)
-    except KeyError:
-        raise RuntimeError("this user has no account") from None
 
 
 def make_folder(folder: Path) -> None:

@@ -47,20 +47,6 @@ def test_the_users_folder(platform, variables, expected, tmp_path, monkeypatch):
 
 
 @posix
-@pytest.mark.parametrize("home", ["", "relative/home"])
-def test_a_home_that_is_none_is_that_of_the_account(home, monkeypatch, tmp_path):
-    import pwd
-
-    monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setenv("HOME", home)
-    accounts = {os.getuid(): type("Account", (), {"pw_dir": str(tmp_path)})}
-    monkeypatch.setattr(pwd, "getpwuid", accounts.__getitem__)
-    assert cache_folder() == tmp_path / ".cache" / "sparge"
-    accounts.clear()
-    assert cache_folder() is None
-
-
-@posix
 def test_folders_that_others_may_write_or_own_are_not_trusted(tmp_path, monkeypatch):
     folder, link = tmp_path / "cache", tmp_path / "link"
     assert distrust(folder) == "", "nobody has made it yet"
