@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..sparge.errors import Failures, Unsupported
+from ..sparge.errors import Unsupported
+from ..sparge.failures import Failures
 from ..sparge.session import Call, Dense, Step
 from .host import untracked_allocations
 from .plain_rows import PlainRows

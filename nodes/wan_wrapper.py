@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ..sparge import TokenGrid, capabilities
 from ..sparge.compiling import is_traced_whole, untraced
-from ..sparge.errors import Failures
+from ..sparge.failures import Failures
 from ..sparge.integrations.diffusers.forward import Forward
 from ..sparge.kernels.warmup import warm_up
 from ..sparge.sdpa import AttentionMode

@@ -88,7 +88,14 @@ def key_padding(mask: Tensor) -> KeyPadding:
         ValueError: it is no such tensor.
     """
     check_tensor("mask", mask, "bool or floating point, (B, N) or (B, 1, 1, N)")
-    return _known(mask, mask, _paddings)
+    if being_recorded(mask.device):
+        raise Unsupported(CAPTURED)
+    found = _paddings.get(mask)
+    if found is None:
+        found = _paddings.add(mask, _read(mask))
+    if isinstance(found, str):
+        raise Unsupported(found)
+    return found
 
 
 def torch_mask_padding(mask: Tensor) -> KeyPadding:
@@ -100,35 +107,24 @@ def torch_mask_padding(mask: Tensor) -> KeyPadding:
     the host does not wait for it. Whether another mask is padding is read as `key_padding` reads
     it, which raises the same.
     """
-    rows = as_rows(mask[(None,) * (4 - mask.dim())])
+    if mask.dim() < 4:
+        mask = mask[(None,) * (4 - mask.dim())]
+    rows = as_rows(mask)
     if mask.dtype != torch.bool or rows.shape[1] * rows.shape[2] > 1:
-        _known(mask, rows, _torch_paddings)
-    real = _is_real(rows[:, 0, 0])
-    return KeyPadding(real.shape[1], real.sum(1, dtype=torch.int32), _real_first(real))
+        key_padding(mask)
+    real = is_real(rows[:, 0, 0])
+    return KeyPadding(real.shape[1], real.sum(1, dtype=torch.int32), real_first(real))
 
 
 #: Padding of each mask, or the reason why it is more than padding.
 _paddings: WeakTensorCache[KeyPadding | str] = WeakTensorCache(_KEPT)
-#: The same of masks whose dimensions mean something else to `key_padding`.
-_torch_paddings: WeakTensorCache[KeyPadding | str] = WeakTensorCache(_KEPT)
-
-
-def _known(mask: Tensor, rows: Tensor, cache: WeakTensorCache[KeyPadding | str]) -> KeyPadding:
-    if being_recorded(mask.device):
-        raise Unsupported(CAPTURED)
-    found = cache.get(mask)
-    if found is None:
-        found = cache.add(mask, _read(rows))
-    if isinstance(found, str):
-        raise Unsupported(found)
-    return found
 
 
 def _read(mask: Tensor) -> KeyPadding | str:
     rows = as_rows(mask)
     one = rows[:, 0, 0]
     added = mask.dtype != torch.bool
-    real = _is_real(one)
+    real = is_real(one)
     known = real | (one <= HIDDEN) if added else torch.ones_like(one)
     finite_hidden = one.isfinite() & ~real if added else torch.zeros_like(one)
     lengths = real.sum(1, dtype=torch.int32)
@@ -163,15 +159,15 @@ def _read(mask: Tensor) -> KeyPadding | str:
         return KeyPadding(tokens)
     if in_front:
         return KeyPadding(tokens, lengths)
-    return KeyPadding(tokens, lengths, _real_first(real)[:, : max(1, most)].contiguous())
+    return KeyPadding(tokens, lengths, real_first(real)[:, : max(1, most)].contiguous())
 
 
-def _is_real(row: Tensor) -> Tensor:
+def is_real(row: Tensor) -> Tensor:
     """Which keys of a row of a padding mask are real."""
     return row if row.dtype == torch.bool else row == 0
 
 
-def _real_first(real: Tensor) -> Tensor:
+def real_first(real: Tensor) -> Tensor:
     """Places (B, N) of all keys, real ones first and in their order."""
     return (~real).to(torch.uint8).argsort(dim=1, stable=True)
 

@@ -85,7 +85,7 @@ ORDER = (
     "order call_stats",
     "checks torch_attention",
     "kernels",
-    "blocks compiling errors stats weak_cache",
+    "blocks compiling errors failures stats weak_cache",
 )
 #: Imports upwards that still are, each half of two parts that import each other.
 UPWARDS = {

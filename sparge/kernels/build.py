@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from . import nvrtc
@@ -20,7 +21,7 @@ from .folder import cache_folder, distrust, make_folder, why_none
 from .graph import Job, ninja_program, run_ninja
 from .source import find_csrc
 from .spec import ARCHS, RELEASE_ARCHS, KernelSpec, all_specs, native_specs
-from .store import Store, entry_stem
+from .store import Store
 
 
 def build(job: Job, workers: int) -> dict[KernelSpec, Cubin | None]:
@@ -32,11 +33,14 @@ def build(job: Job, workers: int) -> dict[KernelSpec, Cubin | None]:
     make_folder(job.out)
     if why := distrust(job.out):
         raise PermissionError(f"no kernels are built there: {why}, or choose a folder of your own")
-    done = run_ninja(ninja_program(), job, workers)
     store, sources = Store(job.out), job.sources()
-    # ninja knows times, not checksums: a damaged file is built anew here.
-    fetch = store.get if done else store.find
-    return {spec: fetch(spec, sources[spec.entry], job.compiler) for spec in job.specs}
+
+    def found() -> dict[KernelSpec, Cubin | None]:
+        return {spec: store.find(spec, sources[spec.entry], job.compiler) for spec in job.specs}
+
+    if missing := tuple(spec for spec, cubin in found().items() if cubin is None):
+        run_ninja(ninja_program(), replace(job, specs=missing), workers)
+    return found()
 
 
 def prepare(arch: str) -> dict[KernelSpec, Cubin | None]:
@@ -50,20 +54,6 @@ def prepare(arch: str) -> dict[KernelSpec, Cubin | None]:
         raise OSError(f"{why_none()}: set SPARGE_CACHE to a folder of your own")
     job = Job(tuple(native_specs(arch)), find_csrc(), out.absolute(), _compiler(None))
     return build(job, os.cpu_count() or 1)
-
-
-def prune(job: Job) -> list[Path]:
-    """Remove cubins of these kernels that other sources or options made; returns them."""
-    sources = job.sources()
-    gone = [
-        path
-        for spec in job.specs
-        for path in job.out.glob(f"{spec.id}.*")
-        if not path.name.startswith(entry_stem(spec, sources[spec.entry]) + ".")
-    ]
-    for path in gone:
-        path.unlink(missing_ok=True)
-    return gone
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -82,8 +72,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         job = _job(chosen.arch, out.absolute(), chosen.csrc, compiler)
         started = time.monotonic()
         built = build(job, max(1, chosen.jobs))
-        if chosen.out is not None:
-            prune(job)
     except (nvrtc.NvrtcNotFoundError, OSError) as error:
         print(error, file=sys.stderr)
         return 1

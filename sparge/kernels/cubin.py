@@ -9,15 +9,12 @@ from ctypes import Structure, sizeof
 from dataclasses import dataclass
 
 from .params import SIZES
-from .spec import ARCHS, KernelSpec
+from .spec import ARCHS
 
-_CUDA = 190  # the machine that cubins are for, in ELF's list
 _SYMBOL_TABLE = 2
 _NO_BITS = 8
-_FUNCTION = 2
 _SECTION_BYTES = 64
 _SYMBOL_BYTES = 24
-_MOST_THREADS = 1024  # a block of any GPU
 #: Bytes of a block's shared memory that the driver keeps; cubins from this target on count them.
 _KEPT, _KEPT_FROM = 1024, 90
 
@@ -89,21 +86,6 @@ def _targets(image: bytes) -> set[int]:
     return {arch.number for arch in ARCHS.values()}.intersection(_unpack("<BB", image, 0x30))
 
 
-def check_image(image: bytes, spec: KernelSpec) -> None:
-    """Raises ValueError for what cannot be the kernel of ``spec``."""
-    (machine,) = _unpack("<H", image, 0x12)
-    targets = _targets(image)
-    if machine != _CUDA or (targets and ARCHS[spec.arch].number not in targets):
-        raise ValueError(f"the cubin is not for {spec.arch}")
-    if not any(symbol.kind == _FUNCTION for symbol in _symbols(image, spec.entry.encode())):
-        raise ValueError(f"the cubin has no kernel {spec.entry}")
-    info = read_launch_info(image)
-    limit = ARCHS[spec.arch].shared_limit
-    if not 0 < info.threads <= _MOST_THREADS or info.shared_bytes > limit:
-        raise ValueError(f"the cubin asks for what no GPU of {spec.arch} has: {info}")
-    read_sizes(image, spec.entry)
-
-
 @dataclass(frozen=True)
 class _Section:
     kind: int
@@ -114,7 +96,6 @@ class _Section:
 
 @dataclass(frozen=True)
 class _Symbol:
-    kind: int
     section: _Section
     value: int
     """Its offset in the section."""
@@ -143,17 +124,12 @@ def _sections(image: bytes) -> list[_Section]:
 def _symbols(image: bytes, wanted: bytes) -> Iterator[_Symbol]:
     """Each defined symbol called ``wanted``; ``launch_info`` is LOCAL, being ``const``."""
     sections = _sections(image)
-    tables = [section for section in sections if section.kind == _SYMBOL_TABLE]
-    if len(tables) > 1:  # as ELF has it; it also bounds the time that this takes
-        raise ValueError("not a cubin: it has several symbol tables")
-    for table in tables:
-        if table.link >= len(sections):
-            raise ValueError("not a cubin: its symbols have no names")
+    for table in (section for section in sections if section.kind == _SYMBOL_TABLE):
         names = sections[table.link].offset
         for at in range(table.offset, table.offset + table.size, _SYMBOL_BYTES):
-            name, info, _, section, value, _ = _unpack("<IBBHQQ", image, at)
+            name, _, _, section, value, _ = _unpack("<IBBHQQ", image, at)
             start = names + name
             if image[start : start + len(wanted) + 1] == wanted + b"\0" and (
                 0 < section < len(sections)
             ):
-                yield _Symbol(info & 15, sections[section], value)
+                yield _Symbol(sections[section], value)

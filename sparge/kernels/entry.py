@@ -11,39 +11,35 @@ import os
 import time
 from pathlib import Path
 
-from .cubin import Cubin, check_image
+from .cubin import Cubin
 from .folder import make_folder, read_file, write_whole
 from .spec import KernelSpec
 
 logger = logging.getLogger("sparge")
 
-LARGEST = 16 << 20  # bytes; with line info a kernel has 600 KB
 DAY = 24 * 3600.0
 
 
-def read_entry(path: Path, spec: KernelSpec, in_cache: bool = True) -> Cubin | None:
+def read_entry(path: Path, spec: KernelSpec) -> Cubin | None:
     """The kernel of ``spec`` at ``path``, or None when there is none that can be trusted.
 
-    The JSON must be of this name and target and of these bytes, and the ELF must hold the entry and
-    its launch information. In a cache both files must be the user's own.
+    The JSON must be of this name and target and of these bytes, and both files the user's own.
     """
     beside = path.with_suffix(".json")
     try:
-        facts = json.loads(read_file(beside, LARGEST, of_user=in_cache))
-        image = read_file(path, LARGEST, of_user=in_cache)
+        facts = json.loads(read_file(beside))
+        image = read_file(path)
         if (facts["name"], facts["target"]) != (path.stem, spec.arch):
             raise ValueError("it is of another name or target")
         if facts["sha256"] != hashlib.sha256(image).hexdigest():
             raise ValueError("its checksum does not fit")
-        check_image(image, spec)
         cubin = Cubin(image, str(facts["log"]))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         logger.warning("Cached kernel %s is not used, and is built anew: %s", path.name, error)
         return None
-    if in_cache:
-        _note_use(beside)
+    _note_use(beside)
     return cubin
 
 
@@ -62,8 +58,7 @@ def write_entry(path: Path, cubin: Cubin, spec: KernelSpec) -> None:
 
 
 def _note_use(path: Path) -> None:
-    """Dates an entry that is used, at most once a day: ``stale`` goes by it, so that none in use is
-    old."""
+    """Dates an entry that is used, at most once a day: the store removes old ones."""
     with contextlib.suppress(OSError):
         if time.time() - path.stat().st_mtime > DAY:
             os.utime(path)

@@ -16,7 +16,6 @@ _READABLE = 0o644
 #: End of the name of a file that is being written; what was killed leaves one behind.
 UNFINISHED = ".part"
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
-_READ = os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0)
 _WRITE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -55,18 +54,7 @@ def _absolute(variable: str) -> Path | None:
 
 def _in_home(*names: str) -> Path | None:
     home = Path.home()
-    if os.name == "posix" and not Path(os.environ.get("HOME", "/")).is_absolute():
-        home = _home_of_account()  # HOME is set to nothing, or to a relative path
     return home.joinpath(*names) if home.is_absolute() else None
-
-
-def _home_of_account() -> Path:
-    import pwd  # Windows has none
-
-    try:
-        return Path(pwd.getpwuid(os.getuid()).pw_dir)
-    except KeyError:
-        raise RuntimeError("this user has no account") from None
 
 
 def make_folder(folder: Path) -> None:
@@ -94,7 +82,7 @@ def distrust(folder: Path) -> str:
     return f"other users may write to {folder}: run chmod go-w on it" if _open(target) else ""
 
 
-def distrust_file(status: os.stat_result) -> str:
+def _distrust_file(status: os.stat_result) -> str:
     """Reason as `distrust` gives it for an open file, so that nobody can put another in its
     place.
     """
@@ -105,17 +93,10 @@ def distrust_file(status: os.stat_result) -> str:
     return "other users may write to it" if _open(status) else ""
 
 
-def read_file(path: Path, largest: int, *, of_user: bool = True) -> bytes:
-    """Bytes of a regular file of at most so many; of_user: nobody else may write to it.
-
-    Raises OSError, and ValueError for another kind of file.
-    """
-    handle = os.open(path, _READ)
-    with open(handle, "rb") as file:
-        status = os.fstat(handle)
-        if not stat.S_ISREG(status.st_mode) or status.st_size > largest:
-            raise ValueError(f"{path.name} is no file of this pack")
-        if of_user and (why := distrust_file(status)):
+def read_file(path: Path) -> bytes:
+    """Bytes of a file. Raises OSError, and ValueError where another user may write to it."""
+    with path.open("rb") as file:
+        if why := _distrust_file(os.fstat(file.fileno())):
             raise ValueError(why)
         return file.read()
 
@@ -135,28 +116,6 @@ def write_whole(path: Path, data: bytes) -> None:
     except BaseException:
         beside.unlink(missing_ok=True)
         raise
-
-
-def is_private(folder: Path) -> bool:
-    """Whether no other user can change ``folder``, put another in its place, or has left a link in
-    it through which a program would write elsewhere."""
-    if not hasattr(os, "geteuid"):
-        return True
-    if distrust(folder) or folder.is_symlink():
-        return False
-    trusted = (0, os.geteuid())
-    try:
-        for parent in folder.resolve().parents:
-            status = parent.stat()
-            kept_apart = not _open(status) or status.st_mode & stat.S_ISVTX
-            if status.st_uid not in trusted or not kept_apart:
-                return False
-        inside = [path.lstat() for path in folder.iterdir()]
-    except OSError:
-        return False
-    return all(
-        stat.S_ISREG(s.st_mode) and s.st_nlink == 1 and s.st_uid == os.geteuid() for s in inside
-    )
 
 
 def _open(status: os.stat_result) -> bool:

@@ -34,11 +34,6 @@ class Sources:
             digest.update(f"{len(name)} {len(text)} {name}\n{text}".encode())
         return digest.hexdigest()
 
-    @property
-    def paths(self) -> list[Path]:
-        """The files themselves, for a build graph's dependencies."""
-        return [self.root / name for name in (self.name, *self.headers)]
-
 
 def find_csrc() -> Path:
     """The folder of CUDA sources: inside an installed library, beside it in the node pack.

@@ -9,23 +9,26 @@ same bytes, and each file appears by a rename.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import threading
+import time
 from pathlib import Path
 
 from .compile import Compiler, options_key
 from .cubin import Cubin
-from .entry import read_entry, write_entry
-from .folder import distrust, make_folder, why_none
-from .source import Sources, read_sources
-from .spec import KernelSpec, spec_from_id
-from .stale import remove_stale
+from .entry import DAY, read_entry, write_entry
+from .folder import UNFINISHED, distrust, make_folder, why_none
+from .source import Sources
+from .spec import KernelSpec
 
 logger = logging.getLogger("sparge")
 
 #: Changes with what the JSON of an entry must say.
 _FORMAT = "3"
+#: Days after which an entry goes that nobody read.
+UNUSED_DAYS = 60
 
 
 def entry_stem(spec: KernelSpec, sources: Sources) -> str:
@@ -69,7 +72,7 @@ class Store:
         if cubin is None:
             cubin = compiler.compile(spec, sources)
             self._keep(cubin, spec, sources, compiler)
-        self._tidy(sources.root)
+        self._tidy()
         return cubin
 
     def _refused(self) -> bool:
@@ -100,24 +103,23 @@ class Store:
                 self._warn(cannot, why)
         self._memory[f"{entry_stem(spec, sources)}.{compiler.label}"] = cubin
 
-    def _tidy(self, csrc: Path) -> None:
-        """Removes once what this pack, with the sources in ``csrc``, has no use for."""
+    def _tidy(self) -> None:
+        """Removes once entries that were not read for `UNUSED_DAYS`, and files that were never
+        finished."""
         with self._once:
             tidied, self._tidied = self._tidied, True
-        if self.cache is not None and not tidied and not self._refused():
-            remove_stale(self.cache, lambda stem: _is_current(stem, csrc))
+        if self.cache is None or tidied or self._refused():
+            return
+        oldest = time.time() - UNUSED_DAYS * DAY
+        for path in (*self.cache.glob("*.nvrtc*.json"), *self.cache.glob(f"*.nvrtc*{UNFINISHED}")):
+            # Another process may tidy up too; its JSON goes first, so none meets half an entry.
+            with contextlib.suppress(OSError):
+                if path.stat().st_mtime < oldest:
+                    path.unlink()
+                    path.with_suffix(".cubin").unlink(missing_ok=True)
 
     def _warn(self, text: str, why: str) -> None:
         with self._once:
             if not self._warned:
                 self._warned = True
                 logger.warning(text, why)
-
-
-def _is_current(stem: str, csrc: Path) -> bool:
-    """Whether these sources and options make an entry of that stem."""
-    try:
-        spec = spec_from_id(stem.split(".")[0])
-        return entry_stem(spec, read_sources(spec.entry, csrc)) == stem
-    except (ValueError, OSError):  # a kernel that there was once
-        return False

@@ -22,7 +22,7 @@ from ..compiling import being_recorded
 from ..errors import Unsupported
 from ..head_settings import HeadSettings
 from ..order.grid import TokenGrid, TokenOrder
-from ..padding import CAPTURED, as_rows, key_padding
+from ..padding import CAPTURED, as_rows, is_real, key_padding, real_first
 from ..policy import EIGHT_BIT_DENSE, SparsePolicy
 from ..stages import pipeline
 from ..stages.launch import raw_stream
@@ -508,17 +508,16 @@ class _Row(NamedTuple):
         if padding.key_lengths is None:
             return None
         counts = padding.key_lengths.tolist()
-        hidden = ~self.keys if self.keys.dtype == torch.bool else self.keys != 0
+        real = is_real(self.keys)
         if known is not None:
             of_grid = slice(known.prefix, known.tokens - known.suffix)
-            if hidden.shape[-1] != known.tokens or hidden[:, of_grid].any():
+            if real.shape[-1] != known.tokens or not real[:, of_grid].all():
                 return MASK
         if min(counts) != max(counts):
             return UNEVEN
         if not counts[0]:
             return MASK
-        # Stable: real tokens keep their order.
-        places = hidden.to(torch.uint8).argsort(dim=1, stable=True).to(device)
+        places = real_first(real).to(device)
         return RealTokens(places[:, : counts[0]], places[:, counts[0] :], self.hides_queries)
 
 

@@ -31,7 +31,8 @@ from torch import Tensor
 from ..checks.argument import check_kind, whole_number
 from ..checks.validate import check_inference
 from ..compiling import untraced
-from ..errors import MEANT_FOR_HOST, Failures, KernelBuildError, Unsupported
+from ..errors import KernelBuildError, Unsupported
+from ..failures import MEANT_FOR_HOST, Failures
 from ..head_settings import HeadSettings
 from ..kernels import capabilities
 from ..kernels.warmup import KERNEL_DID_NOT_COMPILE

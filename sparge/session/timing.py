@@ -81,7 +81,6 @@ DISTURBED = 1.25
 #: Density that no user asks for.
 NO_DENSITY = 0.01
 _FORMAT = "5"  # changes with what is measured and how
-_LARGEST = 1 << 18  # bytes of a file
 _MOST_SECONDS = 1000.0
 _MOST_KINDS = 256  # of calls in a file
 
@@ -314,7 +313,7 @@ def _read(key: str) -> dict[str, Times] | None:
     if path is None or distrust(path.parent):
         return None
     try:
-        stored = json.loads(read_file(path, _LARGEST))
+        stored = json.loads(read_file(path))
         if stored["facts"] != json.loads(key):
             raise ValueError("it is of another GPU, driver, torch or kernels")
         return {str(kind): _times(times) for kind, times in stored["times"].items()}

@@ -4,7 +4,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,12 +11,10 @@ import pytest
 
 from sparge.kernels import build as build_module
 from sparge.kernels import graph
-from sparge.kernels.folder import is_private
 from sparge.kernels.spec import KernelSpec, all_specs, native_specs
 
 SPECS = (KernelSpec("means", "sm_90a"), KernelSpec("route", "sm_90a"))
 MEANS, ROUTE = (spec.id for spec in SPECS)
-posix = pytest.mark.skipif(os.name == "nt", reason="Windows has no such modes")
 
 
 @pytest.fixture(autouse=True)
@@ -31,39 +28,40 @@ def job(csrc, tmp_path, compiler) -> graph.Job:
     return graph.Job(SPECS, csrc, tmp_path / "out put", compiler)
 
 
-@pytest.fixture
-def ninja() -> Path:
-    return graph.ninja_program()
-
-
-def append(file: Path) -> None:
-    file.write_text(file.read_text() + "// changed\n")
-
-
 def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_ninja_builds_only_what_changed(job, ninja, csrc, capfd):
+def test_what_is_missing_is_built_and_what_fails_fails_alone(
+    job, csrc, capfd, monkeypatch, tmp_path
+):
+    """By the ninja of this environment alone."""
+
     def edges() -> list[str]:
         """Kernels that ninja ran an edge for."""
         lines = capfd.readouterr().out.splitlines()
         return sorted(line.split("] ")[1] for line in lines if line.startswith("["))
 
-    assert all(build_module.build(job, 2).values()) and edges() == [MEANS, ROUTE]
-    assert graph.run_ninja(ninja, job, 2) and edges() == []
-    for file, expected in (("route.cu", [ROUTE]), ("common/twice.cuh", [MEANS, ROUTE])):
-        append(csrc / file)
-        assert all(build_module.build(job, 2).values()) and edges() == expected
-    times = {path: path.stat().st_mtime_ns for path in job.out.iterdir()}
-    time.sleep(0.02)  # file systems may count in coarse steps
-    os.utime(csrc / "means.cu")
-    for expected in ([MEANS], []):
-        assert graph.run_ninja(ninja, job, 2) and edges() == expected
-    assert times == {path: path.stat().st_mtime_ns for path in job.out.iterdir()}
+    decoy = tmp_path / "ninja"
+    decoy.write_text("#!/bin/sh\n")
+    decoy.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    built = build_module.build(job, 2)
+    assert all(built.values()) and edges() == [MEANS, ROUTE]
+    made = contents(job.out)
+    assert build_module.build(job, 2) == built and edges() == []
+    means, route = (next(job.out.glob(f"{name}.*.cubin")) for name in (MEANS, ROUTE))
+    means.unlink()
+    route.write_bytes(b"damaged")
+    assert build_module.build(job, 2) == built and edges() == [MEANS, ROUTE]
+    assert contents(job.out) == made
+    (csrc / "route.cu").write_text("#error broken here\n")
+    built = build_module.build(job, 2)
+    assert [cubin is None for cubin in built.values()] == [False, True]
+    assert "broken here" in capfd.readouterr().out
 
 
-@posix
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such modes")
 def test_a_folder_that_others_may_write_is_not_built_into(job, csrc, capsys):
     job.out.mkdir()
     job.out.chmod(0o777)
@@ -101,57 +99,10 @@ def test_an_edge_needs_no_torch(job, compiler):
     assert len(list(job.out.glob("*.cubin"))) == 1
 
 
-@posix
-def test_ninja_runs_nothing_that_others_may_write(job, ninja, own_cache, monkeypatch):
-    """Nor writes through a link: test_folder.py has what else makes a folder private."""
-    ran: list[Path] = []
-
-    def run(command: list[str]) -> subprocess.CompletedProcess:
-        folder = Path(command[command.index("-C") + 1])
-        assert is_private(folder) and (folder / "build.ninja").is_file()
-        ran.append(folder)
-        return subprocess.CompletedProcess(command, 0)
-
-    def runs_elsewhere() -> bool:
-        assert graph.run_ninja(ninja, job, 2)
-        return ran[-1] != usual and not ran[-1].exists()  # of this run alone
-
-    monkeypatch.setattr(graph.subprocess, "run", run)
-    assert graph.run_ninja(ninja, job, 2)
-    (usual,) = ran
-    assert own_cache in usual.parents
-    for folder in (usual, own_cache):
-        folder.chmod(0o777)
-        assert runs_elsewhere()
-        folder.chmod(0o755)
-    assert graph.run_ninja(ninja, job, 2) and ran[-1] == usual
-    monkeypatch.setattr(graph, "cache_folder", lambda: None)
-    assert runs_elsewhere() and not job.out.exists()
-
-
-def test_damaged_missing_and_broken_kernels(job, csrc, capfd, monkeypatch, tmp_path):
-    """By the ninja of this environment alone."""
-    decoy = tmp_path / "ninja"
-    decoy.write_text("#!/bin/sh\n")
-    decoy.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    built = build_module.build(job, 2)
-    made = contents(job.out)
-    means, route = (next(job.out.glob(f"{name}.*.cubin")) for name in (MEANS, ROUTE))
-    means.unlink()
-    route.write_bytes(b"damaged")
-    assert build_module.build(job, 2) == built
-    assert contents(job.out) == made
-    (csrc / "route.cu").write_text("#error broken here\n")
-    built = build_module.build(job, 2)
-    assert [cubin is None for cubin in built.values()] == [False, True], "it fails alone"
-    assert "broken here" in capfd.readouterr().out
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="other file systems have no such names")
-def test_ninja_takes_paths_that_are_no_text(job, ninja, tmp_path):
+def test_ninja_takes_paths_that_are_no_text(job, tmp_path):
     job = replace(job, out=tmp_path / os.fsdecode(b"caf\xe9"))
-    assert graph.run_ninja(ninja, job, 2) and len(list(job.out.glob("*.cubin"))) == len(SPECS)
+    assert all(build_module.build(job, 2).values())
 
 
 def test_command_line(csrc, tmp_path, capfd, monkeypatch):
@@ -159,15 +110,7 @@ def test_command_line(csrc, tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(build_module, "all_specs", lambda arch: specs)
     arguments = ["--arch", "sm_80", "--csrc", str(csrc), "--out", str(out), "--jobs", "2"]
     assert build_module.main(arguments) == 0
-    text = capfd.readouterr().out
-    assert f"{len(specs)} kernels in {out}" in text
-
-    stranger = out / "means-sm_90a-d128.0123.nvrtc13.0.cubin"
-    stranger.write_text("another arch's")
-    append(csrc / "common" / "twice.cuh")
-    assert build_module.main(arguments) == 0 and stranger.is_file()
-    assert len(list(out.iterdir())) == 2 * len(specs) + 1, "old ones are gone"
-
+    assert f"{len(specs)} kernels in {out}" in capfd.readouterr().out
     (csrc / f"{specs[0].entry}.cu").write_text("#error broken here\n")
     assert build_module.main(arguments) == 1
     assert "broken here" in capfd.readouterr().out

@@ -61,22 +61,6 @@ def test_a_kernel_that_does_not_compile_brings_the_log(compiler, csrc):
     assert "not today" in log
 
 
-def test_the_drivers_cache_is_left_out_where_nvrtc_would_use_it(compiler, csrc, monkeypatch):
-    """NVRTC 12.9 and later find kernels there that come without the assembler's words."""
-    told: list[list[str]] = []
-    build = compiler.nvrtc.compile
-
-    def listen(name, text, headers, options):
-        told.append(options)
-        return build(name, text, headers, [o for o in options if o != "--no-cache"])
-
-    monkeypatch.setattr(compiler.nvrtc, "compile", listen)
-    for version in ((12, 8), (12, 9), (13, 0)):
-        monkeypatch.setattr(compiler, "version", version)
-        compiler.compile(KernelSpec("route", "sm_80"), read_sources("route", csrc))
-    assert ["--no-cache" in options for options in told] == [False, True, True]
-
-
 def test_each_option_reaches_the_device(compiler, csrc):
     spec = KernelSpec("attend", "sm_89", 64)
     sources = read_sources("attend", csrc)

@@ -19,8 +19,6 @@ def test_closure_has_every_header_once_and_a_missing_one_names_its_reader(csrc: 
     assert list(sources.headers) == ["common/twice.cuh", "deep/a.cuh", "deep/b.cuh"]
     assert sources.headers["deep/a.cuh"] == '#include "common/twice.cuh"\n#include "deep/b.cuh"\n'
     assert "<toolkit.h>" in sources.text
-    assert {p.name for p in sources.paths} == {"route.cu", "a.cuh", "b.cuh", "twice.cuh"}
-    assert all(p.is_file() for p in sources.paths)
     (csrc / "deep" / "b.cuh").write_text('#include "a.cuh"\n')
     assert len(read_sources("route", csrc).headers) == 3, "a cycle ends"
     (csrc / "common" / "twice.cuh").unlink()

@@ -4,7 +4,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -117,58 +116,36 @@ def test_what_cannot_be_kept_stays_in_memory(
     assert not cache.is_dir() or contents(cache) == before
 
 
-def test_what_nobody_needs_leaves_the_cache(cache, csrc, counting):
-    current = Store(cache).path(SPEC, read_sources("means", csrc), counting)
-    for spec in (SPEC, KernelSpec("route", "sm_90a"), KernelSpec("means", "sm_80", 64)):
-        Store(cache).get(spec, read_sources(spec.entry, csrc), counting)
-    needed = {path.name for path in cache.iterdir()}
-    assert current is not None and len(needed) == 6
-    key = "0123456789abcdef"
-    gone = [
-        f"{spec}.{key}.{compiler}.{suffix}"
-        for spec in (SPEC.id, "attend-sm_70-d256-int4")  # a kernel there is no more
-        for compiler in ("nvrtc12.8", counting.label)
-        for suffix in ("cubin", "json")
-    ]
-    gone += [f"{current.name}.4242-139872.tmp", f"{current.stem}.json.9876{UNFINISHED}"]
-    foreign = ["notes.json", "kernel.cubin", "notes.tmp", "film.part", "a.json.txt", f"{key}.json"]
-    folder = cache / f"{SPEC.id}.{key}.nvrtc11.0.cubin"
-    folder.mkdir()
-    recent = f"{SPEC.id}.{'f' * 16}.nvrtc12.8.cubin"
-    fresh = [f"{current.name}.5-5.tmp", f"{current.name}.0000{UNFINISHED}"]
-    for name in (*gone, *foreign, recent, *fresh):
-        (cache / name).write_text("x")
-    make_old(*(path for path in cache.iterdir() if path.name not in fresh))
-    make_old(cache / recent, days=20)
-    Store(cache).get(SPEC, read_sources("means", csrc), counting)
-    left = {path.name for path in cache.iterdir()}
-    assert left == needed | {*foreign, *fresh, recent, folder.name}
+def test_what_nobody_read_for_long_leaves_the_cache(cache, csrc, counting):
+    """Files of others stay, and what an installation with other sources uses."""
 
+    def get(spec: KernelSpec) -> Path:
+        sources = read_sources(spec.entry, csrc)
+        Store(cache).get(spec, sources, counting)
+        path = Store(cache).path(spec, sources, counting)
+        assert path is not None
+        return path
 
-def test_what_is_used_is_never_old(cache, tmp_path, csrc, counting):
-    """Another installation may use it, say, whose sources are not these."""
-    others = tmp_path / "others"
-    shutil.copytree(csrc, others)
-    (others / "means.cu").write_text((csrc / "means.cu").read_text() + "// older\n")
-
-    def get(*folders) -> None:
-        for folder in folders:
-            Store(cache).get(SPEC, read_sources("means", folder), counting)
-
-    get(others, csrc)
+    used, unused = get(SPEC), get(KernelSpec("route", "sm_90a"))
+    begun = cache / f"{used.name}.9876{UNFINISHED}"
+    foreign = [cache / name for name in ("notes.json", "kernel.cubin", "film.part", "a.json.txt")]
+    for path in (begun, *foreign):
+        path.write_text("x")
     make_old(*cache.iterdir())
-    Store(cache).find(SPEC, read_sources("means", others), counting)
-    get(csrc, others)
-    assert len(counting.compiled) == 2
-    make_old(*cache.iterdir())
-    get(csrc)
-    assert len(list(cache.iterdir())) == 2, "nobody uses the other one any more"
+    make_old(unused.with_suffix(".json"), days=20)
+    assert get(SPEC) == used and unused.is_file(), "it is read before old ones go"
+    make_old(unused.with_suffix(".json"))
+    counting.compiled.clear()
+    get(SPEC)
+    assert counting.compiled == []
+    left = {used, used.with_suffix(".json"), *foreign}
+    assert set(cache.iterdir()) == left
 
 
 def test_files_that_windows_holds_are_no_failure(cache, sources, counting, monkeypatch, raising):
     made = Store(cache).get(SPEC, sources, counting)
     (path,) = cache.glob("*.cubin")
-    stale = cache / f"{SPEC.id}.0123456789abcdef.nvrtc12.8.cubin"
+    stale = cache / f"{SPEC.id}.0123456789abcdef.nvrtc12.8.json"
     stale.write_text("x")
     make_old(*cache.iterdir())
     in_use = raising(PermissionError(13, "in use"))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...compiling import has_been_traced
-from ...errors import MEANT_FOR_HOST, Failures
+from ...failures import MEANT_FOR_HOST, Failures
 from ...kernels import capabilities
 from ...kernels.warmup import warm_up
 from ...session import (
