@@ -242,6 +242,10 @@ class SigmaWindow:
         return sigma < self.end * (1 - SAME_SIGMA)
 
 
+#: Window of a run whose steps may all be sparse.
+EVERYTHING = SigmaWindow()
+
+
 class Progress:
     """Progress of one run by noise levels: samplers may evaluate the model more than once a
     step."""

@@ -54,13 +54,11 @@ from .calls import (
 )
 from .heads import FAILED, MEASURING, CallKind, Place, RunHeads, Shape, UnmeasuredOrders
 from .report import NAN_IN_SPARSE, PLAIN, Counts, Densities, PassRecord, Report, RunTime, Words
-from .schedule import MANUAL, Aim, Settings, SigmaWindow, Step, fitted
+from .schedule import EVERYTHING, MANUAL, Aim, Settings, SigmaWindow, Step, fitted
 from .timing import TORCH, Backend, Exact, Times, check_once, times_of, unusable_reason
 from .tokens import Layer, TokenLayout
 
 logger = logging.getLogger("sparge")
-
-EVERYTHING = SigmaWindow()
 
 
 class Session:

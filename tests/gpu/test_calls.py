@@ -96,14 +96,13 @@ def test_sparse_calls_of_another_alignment_are_those_of_the_reference(
 
     (out, lse, counters), (truth, truth_lse, truth_counters) = run("cuda"), run("cpu")
     assert counters == truth_counters
-    assert rel_l2(out, truth) < 0.01
-    torch.testing.assert_close(lse, truth_lse, rtol=1e-3, atol=1e-2)
+    assert rel_l2(out, truth) < 0.06 and (lse - truth_lse).abs().max() < 0.1  # of 8 bits, as above
 
 
 def test_both_parts_of_a_causal_call_wait_for_nothing_and_may_be_exact(make_qkv) -> None:
     q, k, v = make_qkv(1, 2, 128, 64, kv_tokens=900, device="cuda")
     expected = attention(q, k, v, DENSE, causal="bottom-right")
-    policy = SparsePolicy(topk=0.5, exact_prefix=2**31)
+    policy = SparsePolicy(topk=0.5, exact_prefix=2**31 - 1)
     attention(q, k, v, policy, causal="bottom-right")
     with no_waits():
         out = attention(q, k, v, policy, causal="bottom-right")

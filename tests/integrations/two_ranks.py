@@ -78,7 +78,7 @@ def _ran(case: str, tiny: Any, device: torch.device, given: dict[str, Any]) -> R
     result, run = handle.result, handle._run
     assert result is not None and run is not None
     found[f"{case} calls"] = torch.tensor([result.counts.sparse, result.counts.dense])
-    for heads in run.heads.by_shape.values():
+    for heads in run.heads.by_shape.values() if run.heads else ():
         if heads.settings is not None:
             found[f"{case} density"] = heads.settings.density
     return found

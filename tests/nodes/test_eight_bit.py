@@ -150,7 +150,7 @@ def test_another_nodes_attention_serves_dense_calls(timed, run):
     def overwriting(patched):
         patched.transformer_options["optimized_attention_override"] = other
 
-    timed(2.0, sparse=3.0)
+    timed(2.0, sparse=2.3)
     counts = run(prepared=overwriting).counts
     assert counts.eight_bit == 0 and len(served) == counts.dense == BLOCKS + 1
     assert counts.sparse == 2 * BLOCKS - 1, "beside 8 bits it would not be"
@@ -197,10 +197,9 @@ def test_attention_that_cannot_be_timed_costs_no_run(
 
 
 @pytest.mark.usefixtures("on_gpu")
-@pytest.mark.parametrize("error", [RuntimeError("no kernel image"), torch.OutOfMemoryError("full")])
-def test_kernels_that_cannot_be_tested_cost_no_run(run, timed, load_pack, monkeypatch, error):
+def test_kernels_that_cannot_be_tested_cost_no_run(run, timed, load_pack, monkeypatch):
     def fail(*args):
-        raise error
+        raise RuntimeError("no kernel image")
 
     timed(2.0)
     monkeypatch.setattr(load_pack(STATE), "check_once", fail)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -291,6 +292,9 @@ def test_kernels_are_tested_once_on_a_gpu_and_wrong_ones_refused_each_time(
     for _ in range(2):
         with pytest.raises(timing.WrongKernels, match="error nan at head_dim 64"):
             timing.check_once(CUDA, exact)
+    with monkeypatch.context() as full:
+        full.setattr(timing, "check_kernels", Mock(side_effect=torch.OutOfMemoryError))
+        timing.check_once(CUDA, exact)
     assert tested == [64] and not kept(tmp_path)
     timing._wrong.cache_clear()
     for _ in range(2):
