@@ -22,7 +22,7 @@ ADD = """ids => {
     const node = LiteGraph.createNode(id);
     node.pos = [150 + (index % 4) * 420, 170 + Math.floor(index / 4) * 480];
     app.graph.add(node);
-    for (const widget of node.widgets)
+    for (const widget of node.widgets ?? [])
       if (widget.name === 'model_name') widget.value = '';
   });
   app.canvas.ds.scale = 0.85;
@@ -42,7 +42,7 @@ CUT_OFF = {
     }).map(node => node.getTitle())""",
 }
 #: Widgets that the default canvas shows as "undefined".
-UNDEFINED = """() => app.graph._nodes.flatMap(node => node.widgets)
+UNDEFINED = """() => app.graph._nodes.flatMap(node => node.widgets ?? [])
   .filter(widget => widget.value === undefined).map(widget => widget.name)"""
 NARROW = "() => app.graph._nodes.forEach(node => node.setSize([200, node.size[1]]))"
 
