@@ -8,10 +8,8 @@ One JSON object for each shape, peer or mode of ours, and asked density. Its fie
 (reached); ms (every stage of a call, in a row of calls that are queued before the GPU comes to
 them: without the host's time, which it may wait for in a lone short call); repeats (the median is
 of); dense_equivalent_tflops, executed_tflops, rel_l1, rel_l2; extra_mib (peak beyond inputs and
-result); gpu, torch, commit. Rows of ours also have stages (ms of means, quantize, route and attend,
-from calls of their own), before_attend_ms (the first three together, with no event between),
-pooled_heads (the share that add pseudo-keys) and drop_rel_l2. A peer that is absent, and a case for
-which no time was left, has `absent`: why.
+result); gpu, torch, commit. Rows of ours also have pooled_heads (the share that add pseudo-keys)
+and drop_rel_l2. A peer that is absent, and a case for which no time was left, has `absent`: why.
 
 Errors are against float32 attention on sampled query blocks. A dense row or a peer is compared over
 all keys, a sparse row of ours over the blocks that it kept, so that errors speak of arithmetic.
@@ -27,7 +25,6 @@ import gc
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +32,7 @@ import torch
 from torch import Tensor
 
 from sparge import AttentionStats, Precision, SparsePolicy
-from sparge.kernels import Element, KernelSpec, capabilities, native_element, warm
-from sparge.kernels.spec import all_specs, attend_path
+from sparge.kernels import warm
 from sparge.policy import PV_FILTER_OFF
 
 from .cases import Case, half_pooled, spread
@@ -45,11 +41,7 @@ from .kept import kept_blocks
 from .peers import Absent, Peer, in_a_line, peers, working
 from .shapes import SHAPES, Shape
 from .speed_rows import OURS, OURS_BUDGETS, OURS_SPREAD, absent_row, errors, row
-from .stages import before_attend_ms, stage_ms
 from .timing import ROOT, Allowance, commit, gpu_name, median_within, require_kernels, write_rows
-
-OTHER_STAGES = ("means", "quantize", "route")
-LONG_MS = 50  # a call of that length is sampled once for its stages
 
 Qkv = tuple[Tensor, Tensor, Tensor]
 
@@ -92,8 +84,6 @@ def time_ours(shape: Shape, qkv: Qkv, case: Case, asked: float, seconds: float) 
     drop = l2 if kept is None else errors(out, *qkv, None)[1]
     del out, kept
     ms, repeats = median_within(lambda: case.attend(qkv, out_layout="NHD"), seconds)
-    attend, calls = partial(case.attend, qkv, out_layout="NHD"), 1 if ms > LONG_MS else 5
-    stages, before_attend = stage_ms(attend, calls), before_attend_ms(attend, calls)
     pooled = (
         float((case.head_settings.pool_weight > 0).float().mean()) if case.head_settings else 0.0
     )
@@ -109,8 +99,6 @@ def time_ours(shape: Shape, qkv: Qkv, case: Case, asked: float, seconds: float) 
         drop_rel_l2=drop,
         extra_mib=extra_mib,
         pooled_heads=pooled,
-        stages={stage: round(value, 4) for stage, value in stages.items()},
-        before_attend_ms=round(before_attend, 4),
     )
 
 
@@ -148,22 +136,6 @@ def bench(
     torch.cuda.empty_cache()
 
 
-def specs(arch: str, head_dims: set[int]) -> list[KernelSpec]:
-    """Specs of the kernels behind `modes`."""
-    inputs = torch.bfloat16  # as `draw` makes them
-    elements = (
-        *(native_element(arch, sixteen_bit, inputs) for sixteen_bit in (False, True)),
-        Element.INT8_FP16,
-    )
-    return [
-        spec
-        for spec in all_specs(arch)
-        if spec.head_dim in head_dims
-        and (not spec.reads_element or spec.element in elements)
-        and (spec.entry in OTHER_STAGES or spec.entry == attend_path(arch, spec.element).entry)
-    ]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--shapes", default=",".join(SHAPES))
@@ -176,7 +148,7 @@ def main() -> None:
     require_kernels()
     densities = [float(text) for text in options.densities.split(",")]
     shapes = [SHAPES[name] for name in options.shapes.split(",")]
-    warm("cuda", specs(capabilities("cuda").arch, {shape.head_dim for shape in shapes}))
+    warm("cuda")
     facts = {"gpu": gpu_name(), "torch": torch.__version__, "commit": options.commit}
     a_shape = sum(len(peers(d, 128)) + len(modes(shapes[0], d, 0, "cpu")) for d in densities)
     allowance = Allowance(options.seconds, len(shapes) * a_shape)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls of two versions of the library in one process: the same bits or not, and times in turns.
 
-    python -m benchmarks.before_after --base FOLDER [--shapes mochi,cogx2b] [--loaded] [--cases]
+    python -m benchmarks.before_after --base FOLDER [--shapes mochi,cogx2b] [--loaded]
     python -m benchmarks.before_after --overlay FOLDER
 
 --base names a copy of another version's `sparge`, under a name of its own and with its `csrc`
@@ -12,15 +12,13 @@ with what the host does.
 
 One JSON object for each shape, way and density: base_ms and ms (medians over the rounds), gain (the
 base's time over the other's, less 1), spread (of the gains of the rounds: half of the distance
-between the quartiles), base_attend_ms and attend_ms (of the attend kernel alone), equal (both give
+between the quartiles), equal (both give
 the same bits), gpu, commit. Ways: 8 bits, 16 bits, and "budgets" (every head pools what it drops,
 in token order). With --loaded the GPU multiplies matrices between the calls and is at its power
 limit, as in a model; without, calls are in a row.
 
---cases first compares both on the shapes of the GPU tests, an object each: case, equal, most
-(largest difference; null where only one of two values is finite), repeatable (the base gives the
-same bits twice). `python -m NAME.kernels.build --arch sm_90a`, NAME that of a version, prints its
-registers and spills.
+`python -m NAME.kernels.build --arch sm_90a`, NAME that of a version, prints its registers and
+spills.
 """
 
 from __future__ import annotations
@@ -28,13 +26,11 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import math
 import shutil
 import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -45,15 +41,13 @@ from torch import Tensor
 import sparge
 
 from .inputs import draw
-from .model_load import ModelLoad, loaded_times
+from .model_load import ModelLoad, loaded_ms
 from .shapes import SHAPES, Shape
-from .stages import ATTEND, stage_ms
 from .timing import ROOT, commit, gpu_name, median_ms, require_kernels, write_rows
 
 Qkv = tuple[Tensor, Tensor, Tensor]
 Row = dict[str, Any]
 WAYS = ("8 bits", "16 bits", "budgets")
-CASE_DENSITIES = ((1.0, 50.0), (0.3, 50.0), (0.4, 9.0))  # with the PV filter that goes with each
 
 
 def load_version(folder: Path) -> ModuleType:
@@ -78,13 +72,10 @@ def call(library: ModuleType, shape: Shape, way: str, density: float, qkv: Qkv) 
     options: dict[str, Any] = {}
     if way == "budgets":
         router, device = library.Router.ERROR, qkv[0].device
-        known = {part.name for part in fields(library.TokenGrid)}  # which may have other fields
-        grid = library.TokenGrid(**{k: v for k, v in vars(shape.grid).items() if k in known})
+        grid = library.TokenGrid(**vars(shape.grid))
         options["order"] = library.grid_order(grid).on(device)
-        now = hasattr(library, "HeadSettings")  # bases may be older than the name
-        made = library.HeadSettings if now else library.HeadBudget
-        name = "head_settings" if now else "budget"
-        options[name] = made.uniform(shape.heads, density, 0.5, router, device)
+        settings = library.HeadSettings.uniform(shape.heads, density, 0.5, router, device)
+        options["head_settings"] = settings
     return lambda: library.attention(*qkv, policy, out_layout="NHD", **options)
 
 
@@ -105,11 +96,7 @@ def compare(
                 for which in (0, 1) if round_number % 2 else (1, 0):
                     times[which].append(ms_of(calls[which]))
             named = {"shape": shape.name, "way": way, "density": density}
-            row = named | beside(*times) | {"equal": equal}
-            for name, work, library in zip(("base_", ""), calls, versions, strict=True):
-                ms = stage_ms(work, 5, library.__name__)[ATTEND]
-                row[f"{name}attend_ms"] = round(ms, 4)
-            yield row
+            yield named | beside(*times) | {"equal": equal}
 
 
 def beside(base: list[float], own: list[float]) -> Row:
@@ -124,40 +111,6 @@ def beside(base: list[float], own: list[float]) -> Row:
     }
 
 
-def difference(found: Tensor, expected: Tensor) -> tuple[bool, float]:
-    """Whether all bits are equal, and the largest difference: inf where one alone is finite."""
-    equal = torch.equal(*(x.contiguous().flatten().view(torch.uint8) for x in (found, expected)))
-    apart = (found.double() - expected.double()).abs()
-    apart = apart.where(~apart.isnan(), math.inf)
-    apart = apart.where(found.isfinite() | expected.isfinite(), 0.0)
-    return equal, float(apart.max()) if apart.numel() else 0.0
-
-
-def compare_cases(versions: list[ModuleType], device: str = "cuda") -> Iterator[Row]:
-    """Compares both on the shapes of the GPU tests."""
-    from tests.gpu.cases import CASES, make_qkv
-
-    generator = torch.Generator().manual_seed(0)
-    for case in CASES:
-        qkv, lengths = make_qkv(case, generator), case.key_lengths
-        if lengths is not None:
-            lengths = torch.tensor(lengths, dtype=torch.int32, device=device)
-        for topk, pvthreshd in CASE_DENSITIES:
-            expected, again, found = (
-                library.attention(
-                    *qkv,
-                    library.SparsePolicy(topk=topk, pvthreshd=pvthreshd),
-                    is_causal=case.causal,
-                    key_lengths=lengths,
-                )
-                for library in (versions[0], versions[0], versions[1])
-            )
-            equal, most = difference(found, expected)
-            row = {"case": f"{case.reason}, {topk:.0%}", "equal": equal}
-            row["most"] = most if math.isfinite(most) else None
-            yield row | {"repeatable": difference(again, expected)[0]}
-
-
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--base", type=Path, help="folder of another version")
@@ -166,7 +119,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--densities", default="1,.2")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--loaded", action="store_true", help="at the GPU's power limit")
-    parser.add_argument("--cases", action="store_true", help="compare the GPU tests' shapes, too")
     parser.add_argument("--commit", default=commit(), help="where the checkout cannot tell")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "new.jsonl")
     options = parser.parse_args(arguments)
@@ -176,7 +128,7 @@ def main(arguments: list[str] | None = None) -> None:
     load = ModelLoad.on("cuda") if options.loaded else None
 
     def ms_of(work: Callable) -> float:
-        return loaded_times(work, load, 5)[0] if load else median_ms(work, repeats=5, warm_up=2)
+        return loaded_ms(work, load, 5) if load else median_ms(work, repeats=5, warm_up=2)
 
     with tempfile.TemporaryDirectory() as folder:
         own = load_version(overlaid(options.overlay, Path(folder))) if options.overlay else sparge
@@ -191,8 +143,6 @@ def main(arguments: list[str] | None = None) -> None:
                 print(json.dumps(rows[-1]), flush=True)
             write_rows(options.out, rows)
 
-        if options.cases:
-            report(compare_cases(versions))
         densities = [float(text) for text in options.densities.split(",")]
         for name in options.shapes.split(","):
             report(compare(versions, SHAPES[name], densities, options.rounds, ms_of))

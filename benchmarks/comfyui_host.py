@@ -38,14 +38,12 @@ REFUSED = ("Exception during fp8 op", "loaded partially")
 class Sampling:
     steps: int
     cfg: float = 1.0
-    only_first: int = 0  # of the steps are taken; 0 takes all
     one_by_one: bool = False  # a prompt is a token shorter, so that both cannot be in one batch
 
     def parts(self, models: int) -> list[tuple[int, int]]:
         """First step, and the step after the last, of each model."""
-        assert models == 1 or not self.only_first
         edges = [self.steps * index // models for index in range(models)]
-        return list(zip(edges, [*edges[1:], self.only_first or self.steps], strict=True))
+        return list(zip(edges, [*edges[1:], self.steps], strict=True))
 
 
 @dataclasses.dataclass(frozen=True)

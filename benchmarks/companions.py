@@ -46,15 +46,3 @@ def easycache(reuse_threshold: float) -> Companion:
         return EasyCacheNode.execute(model, reuse_threshold, 0.15, 0.95, False)[0]
 
     return Companion(f"EasyCache {reuse_threshold:.3g}", apply)
-
-
-def threshold_to_skip(steps: int, skipped_at: Callable[[float], int]) -> float:
-    """EasyCache's reuse_threshold at which it skips so many steps, or nearly so many."""
-    low, middle, high = 1e-3, 0.2, 3.0  # its range, but for 0, and its default
-    for _ in range(12):
-        skipped = skipped_at(middle)
-        if skipped == steps:
-            break
-        low, high = (middle, high) if skipped < steps else (low, middle)
-        middle = (low * high) ** 0.5
-    return middle

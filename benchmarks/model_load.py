@@ -8,7 +8,6 @@ clocks that leaves (docs/experiments.md, Clocks of a model between its attention
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -39,28 +38,18 @@ class ModelLoad:
             torch.mm(self.left, self.right, out=self.out)
 
 
-def loaded_times(
-    work: Callable[[], object], load: Callable[[], object] | None, repeats: int
-) -> tuple[float, float]:
-    """Median milliseconds of the GPU, and until the host is back, of calls that wait in the queue
-    behind the load. Without a load, on a machine without a GPU, both are the host's."""
+def loaded_ms(work: Callable[[], object], load: ModelLoad, repeats: int) -> float:
+    """Median milliseconds of the GPU of calls that wait in the queue behind the load."""
     work()
-    host, spans = [], []
-    if isinstance(load, ModelLoad):
-        for _ in range(WARM_UP):
-            load()
+    spans = []
+    for _ in range(WARM_UP):
+        load()
     for _ in range(repeats):
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if load else []
-        if load:
-            load()
-            events[0].record()
-        started = time.perf_counter()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        load()
+        start.record()
         work()
-        host.append(1000 * (time.perf_counter() - started))
-        if load:
-            events[1].record()
-            spans.append(events)
-    if load:
-        torch.cuda.synchronize()
-    ms = [start.elapsed_time(end) for start, end in spans]
-    return statistics.median(ms or host), statistics.median(host)
+        end.record()
+        spans.append((start, end))
+    torch.cuda.synchronize()
+    return statistics.median(start.elapsed_time(end) for start, end in spans)

@@ -14,8 +14,6 @@ true the result is. Another --chunk than all tokens takes less memory.
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -63,16 +61,16 @@ class Timing:
         }  # fmt: skip
 
 
-def make_model(layers: int, device: torch.device, **shape: Any) -> Any:
+def make_model(layers: int) -> Any:
     """Model of random weights, bfloat16, in evaluation."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     facts = {"num_hidden_layers": layers, "attn_implementation": "sdpa"}
-    config = LlamaConfig(**(SHAPE | shape | facts))
+    config = LlamaConfig(**(SHAPE | facts))
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        with device:
+        with torch.device("cuda"):
             return LlamaForCausalLM(config).eval()
     finally:
         torch.set_default_dtype(before)
@@ -152,18 +150,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def on_host(work: Callable[[], object], repeats: int) -> float:
-    """Median milliseconds of calls on a CPU, after one that is not timed."""
-    spans = []
-    for _ in range(repeats + 1):
-        started = time.perf_counter()
-        work()
-        spans.append(1000 * (time.perf_counter() - started))
-    return statistics.median(spans[1:])
-
-
-def main(arguments: list[str] | None = None, **shape: Any) -> list[dict[str, Any]]:
-    """Prints the table and returns its rows; `shape`: fields of the model's configuration."""
+def main(arguments: list[str] | None = None) -> None:
+    """Prints the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -173,18 +161,13 @@ def main(arguments: list[str] | None = None, **shape: Any) -> list[dict[str, Any
     parser.add_argument("--chunk", type=int, help="tokens of a pass; by default all")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--min-tokens", type=int, default=MIN_TOKENS)
-    parser.add_argument("--device", type=torch.device, default=torch.device("cuda"))
     parser.add_argument("--out", type=Path, help="a .jsonl file for the rows")
     options = parser.parse_args(arguments)
-    on_gpu = options.device.type == "cuda"
 
     def ms_of(work: Callable[[], object]) -> float:
-        if on_gpu:
-            return median_ms(work, options.repeats, warm_up=1)
-        return on_host(work, options.repeats)
+        return median_ms(work, options.repeats, warm_up=1)
 
-    model = make_model(options.layers, options.device, **shape)
-    where = gpu_name() if on_gpu else "CPU, reference"
+    model, where = make_model(options.layers), gpu_name()
     facts = {"layers": options.layers, "where": where, "commit": commit()}
     rows: list[dict[str, Any]] = []
     for tokens in options.tokens:
@@ -195,7 +178,6 @@ def main(arguments: list[str] | None = None, **shape: Any) -> list[dict[str, Any
     print(f"{options.layers} of {LAYERS_OF_ALL} layers, {where}\n\n{table(rows)}")
     if options.out:
         write_rows(options.out, rows)
-    return rows
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the tables and pictures of docs/benchmarks.md and the README's table of runs.
+"""Writes the tables of docs/benchmarks.md and the README's table of runs.
 
 python -m benchmarks.report [--check]
 
@@ -13,13 +13,11 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
-from . import pictures
 from .limits import read_rates
 from .quality import rows as quality
-from .quality.section import PARTS, chosen, part_table, targets_table
+from .quality.section import PARTS, part_table, targets_table
 from .speed_table import TITLES, Speeds, absent, shape_table, summary, table
 from .timing import ROOT, read_rows
 
@@ -32,19 +30,10 @@ PAGES = (
 )
 #: Files of `benchmarks.attention`, of `benchmarks.whole_run`, and of measurements.
 SPEEDS, SPEEDS_H100 = "h200.json", "h100.json"
-CALLS, CALLS_H100 = "h200_comfyui.jsonl", "h100_comfyui.jsonl"
 RUNS = "whole_runs.jsonl"
 LIMITS = read_rates(RESULTS / "h200_limits.json")
 #: Runs by `plain` names, whatever their pvthreshd.
-DEFAULT, AUTO = "default", "auto budget 0.2"
-CONFIGS = (
-    DEFAULT,
-    "topk 0.5",
-    "topk 0.2",
-    AUTO,
-    f"{AUTO}, residual in 0.5 of every second step",
-    f"{AUTO}, residual in 0.5",
-)
+AUTO = "auto budget 0.2"
 #: Names of the models by `model` of the rows.
 NAMES = {"mochi": "Mochi", "cogvideox": "CogVideoX-5B", "wan": "Wan 14B", "flux": "Flux"}
 NAMES |= {"wan22": "Wan 2.2 14B", "wan1.3b": "Wan 1.3B", "hunyuan": "HunyuanVideo"}
@@ -88,29 +77,6 @@ def other_speeds() -> str:
     return summary("other shapes", others, LIMITS) + source(SPEEDS) + missing
 
 
-def model_calls(name: str) -> str:
-    """Table of ComfyUI calls, without columns for what was not measured."""
-    seconds = _seconds(name)
-    shapes = {row["model"]: row["shape"] for row in read(name) if "model" in row}
-    found = dict.fromkeys(config for _, config in seconds)
-    configs = [config for name in CONFIGS for config in found if plain(config) == name]
-    lines = [
-        [f"{model} {shape}", *(_cell(seconds.get((model, config))) for config in configs)]
-        for model, shape in shapes.items()
-    ]
-    return table(["one denoising call, seconds", *configs], lines) + source(name)
-
-
-def _seconds(name: str) -> dict[tuple[str, str], float]:
-    timed = [row for row in read(name) if "seconds_per_call" in row]
-    return {(row["model"], row["config"]): row["seconds_per_call"] for row in timed}
-
-
-def _cell(seconds: float | None) -> str:
-    """Three digits; empty where nothing was measured."""
-    return "" if seconds is None else f"{seconds:#.3g}"
-
-
 def _is_alone(row: Row) -> bool:
     """Whether a run is of the models that this pack is measured by: nothing beside the node."""
     return (
@@ -144,8 +110,6 @@ TABLES: dict[str, Callable[[], str]] = {
     **{f"speed-{shape}": lambda shape=shape: speed_of(shape) for shape in TITLES},
     "speed-others": other_speeds,
     "speed-h100": lambda: summary("H100", _speeds(SPEEDS_H100), None) + source(SPEEDS_H100),
-    "models": lambda: model_calls(CALLS),
-    "models-h100": lambda: model_calls(CALLS_H100),
     **{name: lambda part=part: part_table(quality.read(), part) for name, part in PARTS.items()},
     "quality-targets": lambda: targets_table(quality.read()),
 }
@@ -161,22 +125,12 @@ def written(text: str) -> str:
     return text
 
 
-def draw(folder: Path) -> None:
-    pictures.draw_speed(folder, _speeds(SPEEDS, list(TITLES)), LIMITS)
-    for part in PARTS.values():
-        if part.picture:
-            rows = chosen(quality.read(), part)
-            lines = pictures.quality_lines(rows, part.field)
-            pictures.draw(folder / part.picture, rows[0]["data"], part.field, lines)
-
-
 def main() -> int:
     pages = {path: path.read_text(encoding="utf-8") for path in PAGES}
     if "--check" in sys.argv[1:]:
         return int(any(written(text) != text for text in pages.values()))
     for path, text in pages.items():
         path.write_text(written(text), encoding="utf-8")
-    draw(RESULTS)
     return 0
 
 

@@ -7,13 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sparge.blocks import KEY_BLOCK, block_count
-
 from .limits import Rates, limit_ms
 from .shapes import SHAPES
 from .speed_rows import OURS as PLAIN
 from .speed_rows import OURS_BUDGETS as OURS
-from .speed_rows import OURS_SPREAD as SPREAD
 
 Row = dict[str, Any]
 DENSITIES = (1.0, 0.5, 0.3, 0.2, 0.1)
@@ -47,9 +44,6 @@ class Speeds:
         row = self.cells.get((peer, density))
         return row["ms"] if row else None
 
-    def before_attend_ms(self, peer: str, density: float) -> float | None:
-        return self.cells.get((peer, density), {}).get("before_attend_ms")
-
     def limit(self, peer: str, density: float, rates: Rates) -> float | None:
         """Milliseconds that the row's own work takes at least."""
         row = self.cells.get((peer, density))
@@ -61,24 +55,6 @@ class Speeds:
         """Share of the time that the limit is."""
         limit, ms = self.limit(peer, density, rates), self.ms(peer, density)
         return None if limit is None or ms is None else limit / ms
-
-    def attend_rate(self, peer: str, density: float) -> float | None:
-        """Rate of the attend kernel alone: shares of all pairs that it computes in a millisecond.
-        None where what comes before it was not timed.
-
-        A pseudo-key of each block counts beside the pairs, but nothing that only fills a step. The
-        time is that of calls in a row less what comes before attend, not that of stages timed one
-        by one (docs/experiments.md, A GPU that rested). What comes before is timed at rest, which
-        makes rates too low, if anything.
-        """
-        row = self.cells.get((peer, density))
-        before = self.before_attend_ms(peer, density)
-        if row is None or before is None:
-            return None
-        tokens = SHAPES[self.shape].tokens
-        pseudo_keys = block_count(tokens, KEY_BLOCK) / tokens if density < 1 else 0.0
-        executed = row["density"] + row.get("pooled_heads", 0.0) * pseudo_keys
-        return executed / (row["ms"] - before)
 
     def fastest_dense_peer(self) -> str | None:
         peers = [p for p, density in self.cells if density == 1 and not p.startswith(PLAIN)]
@@ -110,7 +86,7 @@ def absent(rows: Sequence[Row]) -> list[str]:
 
 
 def shape_table(speeds: Speeds, rates: Rates) -> str:
-    """Table of one shape: peers and modes of ours, then shares, rates and limits."""
+    """Table of one shape: peers and modes of ours, then rates and limits."""
     lines: list[list[str]] = []
 
     def add(name: str, values: Iterable[float | None], told: Callable[..., str]) -> None:
@@ -125,14 +101,6 @@ def shape_table(speeds: Speeds, rates: Rates) -> str:
         lines[-1][-1] = f"{errors[least_alike]:.4f} ({_density(least_alike)})"
     executed = [speeds.cells.get((OURS, d), {}).get("executed_tflops") for d in DENSITIES]
     add(f"PFLOP/s of kept pairs, {OURS}, whole call", executed, _petaflops)
-    for peer in (PLAIN, OURS):
-        before = [speeds.before_attend_ms(peer, d) for d in DENSITIES]
-        add(f"means, quantize and route of {peer}", before, lambda ms: f"{ms:.3f}" if ms else "")
-    own_dense = speeds.attend_rate(PLAIN, 1.0)
-    for peer in (PLAIN, OURS, SPREAD):
-        attended = [speeds.attend_rate(peer, d) for d in DENSITIES]
-        shares = [rate / own_dense if rate and own_dense else None for rate in attended]
-        add(f"executed rate of attend, {peer} / ours dense", shares, _percent)
     add("limit", [speeds.limit(PLAIN, d, rates) for d in DENSITIES], _milliseconds)
     for peer in (PLAIN, OURS):
         add(f"limit / {peer}", [speeds.reached(peer, d, rates) for d in DENSITIES], _percent)

@@ -4,7 +4,6 @@
 COMFYUI_DIR=<checkout> python -m benchmarks.whole_run [--models mochi,flux] [--topk 0.2]
     [--mode "auto quality" --quality high fast] [--again] [--start-percent 0.2 0.1] [--steps 20]
 COMFYUI_DIR=<checkout> python -m benchmarks.whole_run --models wan22 --cfg 3.5 [--one-by-one]
-COMFYUI_DIR=<checkout> python -m benchmarks.whole_run --models hunyuan --only-first 7
 COMFYUI_DIR=<checkout> python -m benchmarks.whole_run --models wan --with easycache compile fp8
 
 The models have random weights, and the sampler is ComfyUI's own: Euler. run_seconds is the time of
@@ -21,14 +20,10 @@ figures are those of the second; first_run_seconds tells what the first one in a
 The default run has a run of two steps before it. The memory cache is emptied before each, as
 ComfyUI does between two prompts.
 
---only-first 7 takes 7 of the steps, 3 of the default run; run_seconds counts each other step as
-long as the sparse ones are on average (the node spreads a run's densities over the steps that it
-is given), and sampled_seconds is what was measured.
-
 Each companion of --with runs without the node and with it; torch.compile's figures are of a second
-run. Of random weights EasyCache's choice of steps means nothing: its reuse_threshold is the one at
-which it skips a third of them on a small latent. skipped_steps is what it skipped: calls of no
-time. Where a row has "refused", ComfyUI did something else than it was asked to.
+run. Of random weights EasyCache's choice of steps means nothing: give a --reuse-threshold at which
+it skips as many as wanted. skipped_steps is what it skipped: calls of no time. Where a row has
+"refused", ComfyUI did something else than it was asked to.
 """
 
 from __future__ import annotations
@@ -55,7 +50,6 @@ from benchmarks.timing import ROOT, add_row, commit
 AUTO_QUALITY = "auto quality"
 COMPANIONS = ("easycache", "compile", "fp8")
 WARM_UP_STEPS = 2  # before a default run of --again, whose first steps tell nothing of ours
-DEFAULT_STEPS = 3  # of a default run with --only-first, where all steps are alike
 
 
 @dataclass(frozen=True)
@@ -91,23 +85,18 @@ def measure_calls(host: Host, model: VideoModel, args: argparse.Namespace, write
     """Writes a line for each run, first those without the node; all of that for each companion."""
     patchers = build(model, host.device, args.dtype)
     default, default_seconds = None, 0.0
-    for companion in chosen_companions(host, model, patchers, args):
+    for companion in chosen_companions(args):
         if companion is FP8:
             patchers.clear()
             host.forget()
             patchers = build(model, host.device, args.dtype, fp8=True)
         for run in node_runs(args):
-            sampling = Sampling(args.steps, args.cfg, args.only_first, args.one_by_one)
-            if args.only_first and run.widgets is None:
-                sampling = replace(sampling, only_first=min(args.only_first, DEFAULT_STEPS))
+            sampling = Sampling(args.steps, args.cfg, args.one_by_one)
             if run.widgets is None and args.again:
-                host.sample(model, patchers, replace(sampling, steps=WARM_UP_STEPS, only_first=0))
+                host.sample(model, patchers, replace(sampling, steps=WARM_UP_STEPS))
             runs = 1 + ((args.again and run.widgets is not None) or companion is COMPILED)
             sampled = host.sample(model, patchers, sampling, run.widgets, companion, runs)
-            dense_steps = 0
-            if run.widgets is not None:
-                dense_steps = max(1, round(run.widgets["start_percent"] * args.steps))
-            line = timed(sampled, sampling, dense_steps)
+            line = timed(sampled)
             line |= {"steps": args.steps, "cfg": args.cfg} | host.remarks()
             if run.widgets is not None:
                 line["start_percent"] = run.widgets["start_percent"]
@@ -118,57 +107,30 @@ def measure_calls(host: Host, model: VideoModel, args: argparse.Namespace, write
                 line["default_run_seconds"] = default_seconds
                 line["ratio"] = round(default_seconds / line["run_seconds"], 3)
                 line["rel_l2_call"] = relative_l2(sampled[-1].first_call, default.first_call)
-                if not args.only_first:
-                    line["rel_l2_latent"] = relative_l2(sampled[-1].latent, default.latent)
+                line["rel_l2_latent"] = relative_l2(sampled[-1].latent, default.latent)
             config = " + ".join(filter(None, [run.name, companion.name]))
             write(model=model.name, shape=model.shape, config=config, **line)
 
 
-def chosen_companions(
-    host: Host, model: VideoModel, patchers: list[Any], args: argparse.Namespace
-) -> Iterator[Companion]:
+def chosen_companions(args: argparse.Namespace) -> Iterator[Companion]:
     """Yields none and then those of --with."""
     yield ALONE
     if "easycache" in args.companions:
-        sampling = Sampling(args.steps, args.cfg)
-        threshold = args.reuse_threshold or found_threshold(host, model, patchers, sampling)
-        yield companions.easycache(threshold)
+        yield companions.easycache(args.reuse_threshold)
     if "compile" in args.companions:
         yield COMPILED
     if "fp8" in args.companions:  # the last one, for it takes another model
         yield FP8
 
 
-def found_threshold(host: Host, model: VideoModel, patchers: list, sampling: Sampling) -> float:
-    """reuse_threshold at which EasyCache skips a third of the steps on a small latent."""
-    small = replace(model, latent=model.made_tiny().latent)
-
-    def skipped_at(threshold: float) -> int:
-        host.sample(small, patchers, sampling, companion=companions.easycache(threshold))
-        return host.remarks()["skipped_steps"]
-
-    return companions.threshold_to_skip(round(sampling.steps / 3), skipped_at)
-
-
-def timed(sampled: list[Sampled], sampling: Sampling, dense_steps: int = 0) -> dict[str, Any]:
-    """Figures of the last sampled run. Steps that were not taken count as long as those after
-    `dense_steps` are on average."""
+def timed(sampled: list[Sampled]) -> dict[str, Any]:
+    """Figures of the last sampled run."""
     last = sampled[-1]
     line: dict[str, Any] = {
         "seconds_per_call": round(statistics.median(last.seconds[1:]), 4),
         "seconds": [round(seconds, 4) for seconds in last.seconds],
         "run_seconds": round(last.run_seconds, 4),
     }
-    if taken := sampling.only_first:
-        calls = len(last.seconds) // taken
-        alike = last.seconds[dense_steps * calls :]
-        rest = (sampling.steps - taken) * calls * statistics.fmean(alike)
-        line |= {
-            "run_seconds": round(last.run_seconds + rest, 4),
-            "sampled_seconds": line["run_seconds"],
-            "extrapolated": f"{taken} of {sampling.steps} steps, the others as long as "
-            f"those after {dense_steps} are on average",
-        }
     if len(sampled) > 1:
         line["first_run_seconds"] = [round(seconds, 4) for seconds in sampled[0].seconds]
         line["first_wall_seconds"] = round(sampled[0].run_seconds, 4)
@@ -192,11 +154,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--pvthreshd", type=float, default=50.0)
     parser.add_argument("--start-percent", type=float, nargs="+", default=[0.2])
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--only-first", type=int, default=0, help="of the steps; see above")
     parser.add_argument("--cfg", type=float, default=1.0)
     parser.add_argument("--one-by-one", action="store_true", help="prompts in calls of their own")
     parser.add_argument("--with", nargs="+", choices=COMPANIONS, default=[], dest="companions")
-    parser.add_argument("--reuse-threshold", type=float, default=None, help="of EasyCache")
+    parser.add_argument("--reuse-threshold", type=float, default=0.2, help="of EasyCache")
     parser.add_argument("--again", action="store_true", help="each run twice; see above")
     parser.add_argument("--tiny", action="store_true", help="tiny models, to try this script")
     parser.add_argument("--commit", default=None, help="where this copy has no git folder")
@@ -208,7 +169,7 @@ def main() -> None:
     args = parse()
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     host = Host(os.environ["COMFYUI_DIR"])
-    if args.only_first or 0 in args.start_percent:
+    if 0 in args.start_percent:
         host.measure_in_any_case()
     on_gpu = host.device.type == "cuda"
     args.dtype = torch.bfloat16 if on_gpu else torch.float32

@@ -5,15 +5,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from benchmarks.demo import call, moving, trained
+from benchmarks.demo import call, trained
 from benchmarks.demo import device as demo_device
 from benchmarks.demo.__main__ import main
-from benchmarks.pixels import to_image, write_gif
 from benchmarks.quality.dit import DenseRun, sample_dense
 from sparge.kernels import Capability
 from tests.tiny_video_dit.parts import busy_model
@@ -22,15 +20,6 @@ from tests.tiny_video_dit.parts import busy_model
 @pytest.fixture
 def dense(generator: torch.Generator) -> DenseRun:
     return sample_dense(busy_model(generator, peak=2.0), (4, 9, 10), 0)
-
-
-def test_images_show_the_pixels(tmp_path: Path, generator: torch.Generator) -> None:
-    pixels = torch.rand(2, 5, 7, 3, generator=generator)
-    shown = torch.from_numpy(np.array(to_image(pixels[0]))) / 255
-    assert (shown - pixels[0]).abs().max() < 0.01
-    write_gif(tmp_path / "x.gif", pixels)
-    with Image.open(tmp_path / "x.gif") as gif:
-        assert (gif.n_frames, gif.size, gif.info["loop"]) == (2, (7, 5), 0)
 
 
 def test_a_clip_of_trained_weights(tmp_path: Path, dense: DenseRun) -> None:
@@ -47,14 +36,6 @@ def test_a_clip_of_trained_weights(tmp_path: Path, dense: DenseRun) -> None:
         assert picture.width == panels * (4 * 80 + trained.MARGIN)
     with Image.open(tmp_path / "demo.gif") as gif:
         assert gif.n_frames == 4
-
-
-def test_the_moving_picture(tmp_path: Path, dense: DenseRun) -> None:
-    row = moving.run(dense, tmp_path / "new" / "moving.webp")
-    assert row.density < 0.5
-    with Image.open(tmp_path / "new" / "moving.webp") as picture:
-        assert picture.n_frames == 2 * len(dense.clip) - 2, "forth and back"
-        assert picture.width == 2 * moving.PANEL + 3 * moving.GAP and picture.info["loop"] == 0
 
 
 def test_a_call_of_the_clip(tmp_path: Path, dense: DenseRun) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The graphs in workflows/, checked without ComfyUI: whole, consistent, tidy, and true to our node.
+"""The graphs in workflows/, checked without ComfyUI: whole, consistent, and true to our node.
 
 tests/comfy/test_workflows_server.py hands the same graphs to a real server, and
 tests/comfy/test_workflows_browser.py opens them in the real frontend.
@@ -24,8 +24,6 @@ ROOT = Path(__file__).resolve().parents[1]
 MODEL_FILE = re.compile(r"\.(safetensors|sft|ckpt|pt|pth|bin|gguf)$")
 
 NOTE = "MarkdownNote"
-#: Pixels of a node's title.
-TITLE = 30
 LOADERS = ("UNETLoader", "SpargeCogVideoXLoad", "CheckpointLoaderSimple")
 SAMPLERS = ("KSampler", "KSamplerAdvanced")
 #: Folders of models/.
@@ -39,10 +37,6 @@ LATENT_FRAMES: dict[str, Callable[[int], int]] = {
 #: Latents whose tokens are 32 pixels wide and high, not 16. LTX's are too, but its second pass has
 #: twice the size of the latent.
 COARSE = ("EmptyMiniMaxH3LatentAV",)
-#: What the frontend shows a graph in when it opens, and the part of it that the nodes take.
-SCREEN, FILLED = (1680, 1050), 0.75
-#: Below 0.571 the default canvas leaves out all text.
-LEAST_ZOOM = 0.59
 
 
 def project(key: str) -> str:
@@ -119,50 +113,6 @@ def test_mochi_and_cogvideox_are_first_in_the_list() -> None:
     names = sorted(path.stem for path in (ROOT / "workflows").glob("*.json"))
     assert [name.split()[1] for name in names[:4]] == ["Mochi"] * 2 + ["CogVideoX"] * 2
     assert all(re.fullmatch(r"\d\d [\w .,-]+", name) for name in names)
-
-
-def box(node: dict[str, Any]) -> tuple[float, float, float, float]:
-    """Left, top, right and bottom, with the title."""
-    (x, y), (width, height) = node["pos"], node["size"]
-    return x, y - TITLE, x + width, y + height
-
-
-def overlap(a: tuple[float, ...], b: tuple[float, ...]) -> bool:
-    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
-
-
-def test_nodes_do_not_overlap(graph: dict[str, Any]) -> None:
-    for node, other in itertools.combinations(graph["nodes"], 2):
-        assert not overlap(box(node), box(other)), (node["type"], other["type"])
-
-
-def test_groups_hold_whole_nodes(graph: dict[str, Any]) -> None:
-    boxes = []
-    for group in graph["groups"]:
-        x, y, width, height = group["bounding"]
-        boxes.append((x, y, x + width, y + height))
-    assert not any(overlap(a, b) for a, b in itertools.combinations(boxes, 2))
-    for node in graph["nodes"]:
-        x, y, right, bottom = box(node)
-        inside = [b for b in boxes if overlap(b, box(node))]
-        assert len(inside) == (node["type"] != NOTE), node["type"]
-        for left, top, end, low in inside:
-            assert left <= x and top <= y and right <= end and bottom <= low
-    titles = [group["title"].split()[0] for group in graph["groups"]]
-    assert sorted(map(int, titles)) == list(range(1, 1 + len(titles)))
-
-
-def test_links_run_from_left_to_right(graph: dict[str, Any]) -> None:
-    nodes = {node["id"]: node for node in graph["nodes"]}
-    for _, source, _, target, _, _ in graph["links"]:
-        assert box(nodes[source])[2] < box(nodes[target])[0], nodes[target]["type"]
-
-
-def test_text_is_legible_when_a_graph_opens(graph: dict[str, Any]) -> None:
-    boxes = [box(node) for node in graph["nodes"]]
-    width = max(b[2] for b in boxes) - min(b[0] for b in boxes)
-    height = max(b[3] for b in boxes) - min(b[1] for b in boxes)
-    assert FILLED * min(SCREEN[0] / width, SCREEN[1] / height) >= LEAST_ZOOM
 
 
 def test_our_node_is_the_last_before_the_sampler(graph: dict[str, Any]) -> None:
@@ -244,8 +194,6 @@ def test_note_tells_what_to_expect(nodes: list[dict[str, Any]], notes: str) -> N
     side = 32 if latent in COARSE else 16
     kind = "video" if frames else "image"
     assert f"{time * (height // side) * (width // side):,} {kind} tokens" in notes
-    for phrase in ("Faster or truer", "Is it on?", "Compare", "compiles the kernels"):
-        assert phrase in notes
     assert "`" not in notes, "Nodes 2.0 shows code in blue on brown"
     if "VAEDecodeTiled" in widgets:
         tile, overlap, frames, frame_overlap = widgets["VAEDecodeTiled"]

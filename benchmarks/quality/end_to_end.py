@@ -10,7 +10,6 @@ from torch import Tensor
 
 from benchmarks.quality import modes
 from benchmarks.quality.dit import DenseRun, named
-from benchmarks.quality.heads import JudgedHeads
 from benchmarks.quality.judge import psnr
 from benchmarks.quality.modes import BY_NAME, Mode
 from benchmarks.quality.rows import AUTO_QUALITY, Row
@@ -39,18 +38,20 @@ class Clips:
 
     def _sampled(self, mode: Mode, aim: Aim) -> Row:
         """Row of sampled clips: PSNR in decibels and mean density of the sparse steps, means over
-        clips; of measured heads also how near they came to what was expected of them."""
-        found, densities, heads = [], [], []
+        clips; of measured heads also their mean error by head weight, which is what targets are
+        of, of all clips and of the worst."""
+        found, densities, errors = [], [], []
         for index, run in enumerate(self.runs):
             budgets = self.budgets_for(index, mode, aim, judged=True)
             attention, reached = in_library(run, mode, budgets)
             found.append(clip_psnr(run.finished(attention), run.clip))
             densities.append(reached())
             if isinstance(budgets, TunedHeads):
-                heads.append(budgets.judged_heads())
-        judged = JudgedHeads.of_clips(heads).shares() if heads else {}
+                errors.append(budgets.mean_error())
         figures = {"density": mean(densities), "psnr": mean(found), "worst_psnr": min(found)}
-        return figures | judged
+        if errors:
+            figures |= {"mean_error": mean(errors), "worst_mean_error": max(errors)}
+        return figures
 
     def budgets_for(
         self, index: int, mode: Mode, aim: Aim, *, judged: bool = False, draw: int = 0

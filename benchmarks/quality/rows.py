@@ -21,8 +21,7 @@ TARGETS = QUALITIES
 #: Name of that mode in rows; `ours auto` is a mean density.
 AUTO_QUALITY = "ours auto quality"
 
-#: Row: the fields of `summary` in judge.py or of `JudgedHeads.shares`, KEY, commit, and
-#: perplexities for a text.
+#: Row: the fields of `summary` in judge.py or of `Clips`, KEY and commit.
 Row = dict[str, Any]
 
 

@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from benchmarks.quality.heads import DROP_NOISE, PREDICTED_WITHIN
 from benchmarks.quality.rows import (
     TARGETS,
     Row,
@@ -18,25 +17,24 @@ from benchmarks.quality.rows import (
 )
 from benchmarks.speed_table import table
 
-MODES = ("drop", "sol", "ours manual", "ours auto")  # in their order in tables and pictures
+MODES = ("drop", "sol", "ours manual", "ours auto")  # in their order in tables
 SMALL_GRID = re.compile(r" \d+x\d+x\d+$")  # ends names of clips not of full size
 
 
 @dataclass(frozen=True)
 class Part:
-    """Table of one kind of data, and a picture where it has a file name."""
+    """Table of one kind of data."""
 
     begins: str
     """Beginning of the names of the rows' data."""
     field: str = "psnr"
     digits: int = 1
-    picture: str = ""
 
 
 #: By name of the block in the page.
 PARTS = {
-    "quality-dino": Part("dino ", "rel_l2", 3, "quality_rel_l2.png"),
-    "quality-dit": Part("dit clips ", picture="quality_psnr.png"),
+    "quality-dino": Part("dino ", "rel_l2", 3),
+    "quality-dit": Part("dit clips "),
     "quality-comfyui": Part("dit comfyui clips "),
     "quality-seed-1": Part("dit of seed 1 clips "),
     "quality-seed-2": Part("dit of seed 2 clips "),
@@ -85,8 +83,6 @@ def targets_table(rows: Iterable[Row]) -> str:
         "density",
         "PSNR, dB",
         "error reached (worst clip)",
-        f"heads within {PREDICTED_WITHIN:g} x of the prediction",
-        f"heads at most {DROP_NOISE:g} x as far off as drop",
     ]
     lines = [
         [
@@ -95,8 +91,6 @@ def targets_table(rows: Iterable[Row]) -> str:
             _percent(row["density"]),
             f"{row['psnr']:.1f}",
             f"{row['mean_error']:.3f} ({row['worst_mean_error']:.3f})",
-            _percent(row["heads_within"]),
-            _percent(row["no_worse_than_drop"]),
         ]
         for name, row in shown.items()
     ]

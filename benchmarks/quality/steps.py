@@ -3,21 +3,14 @@
 
 from __future__ import annotations
 
-import os
-from unittest import mock
-
 import torch
 from torch import Tensor
 
 from benchmarks.quality.dit import DENSE_STEPS, MEASURED_STEP, STEPS, DenseRun
-from benchmarks.quality.heads import JudgedHeads
-from benchmarks.quality.modes import BY_NAME, Mode, attention, order_of
-from benchmarks.shares import share_of
-from sparge.blocks import KEY_BLOCK, block_count, whole_steps
+from benchmarks.quality.modes import Mode, order_of
 from sparge.head_settings import HeadSettings
 from sparge.order.grid import TokenOrder
 from sparge.session import Aim, Call, Pass, Session, TokenLayout
-from sparge.session.timing import REFERENCE_VARIABLE
 
 SPARSE_STEPS = STEPS - DENSE_STEPS
 
@@ -51,11 +44,6 @@ class TunedHeads:
         self._run, self._aim, self._judged, self._draw = run, aim, judged, draw
         self.found: list[Tensor] = []
         """(heads,) float64 of each call of the last run where judged: its relative L2 error."""
-        self.expected: list[Tensor] = []
-        """(heads,) float64 for each call of the last run: errors that the settings expect."""
-        self.dropped: list[Tensor] = []
-        """(heads,) float64 for each call: errors of upstream's drop of the same tensors, at each
-        head's own density."""
         self.head_weight: list[Tensor] = []
         """(heads,) for each call: head weights of the settings."""
 
@@ -70,12 +58,10 @@ class TunedHeads:
         self._session = Session.of(
             self._aim, steps=STEPS, dense_steps=DENSE_STEPS, even_if_slower=True, draw=self._draw
         )
-        for judged in self._judgement():
-            judged.clear()
-        for step in (
-            MEASURED_STEP - 1,
-            MEASURED_STEP,
-        ):  # the first tells how many prompts there are
+        self.found.clear()
+        self.head_weight.clear()
+        # The first of them tells how many prompts there are.
+        for step in (MEASURED_STEP - 1, MEASURED_STEP):
             measured = self._begin(step)
             for call in self._run.measured_calls:
                 measured.attend(call.place, call.layer.q, call.layer.k, call.layer.v)
@@ -84,8 +70,7 @@ class TunedHeads:
     def _begin(self, step: int) -> Pass:
         model = self._run.model
         layout = TokenLayout.of(len(model.blocks), self._run.grid, model.config.heads)
-        with mock.patch.dict(os.environ, {REFERENCE_VARIABLE: "1"}):  # on a CPU too
-            return self._session.begin_step(step, layout, self._run.begun.device)
+        return self._session.begin_step(step, layout, self._run.begun.device)
 
     def of_call(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor
@@ -95,7 +80,7 @@ class TunedHeads:
         head_settings = heads.of_layer(layer, None)
         if isinstance(head_settings, str):
             raise RuntimeError(f"Layer {layer} is not sparse: {head_settings}.")
-        self._heads, self._head_settings = heads, head_settings
+        self._heads = heads
         return heads.order(self._running.step.number), head_settings
 
     def see(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
@@ -103,38 +88,21 @@ class TunedHeads:
         if self._heads.measures_again:
             self._heads.measure_again(layer, Call(q, k, v), out)
         if self._judged:
-            settings, step, places = self._heads.given[-1]
+            settings, _, places = self._heads.given[-1]
             exact = torch.nn.functional.scaled_dot_product_attention(q, k, v).double()
             self.found.append(_relative(out, exact))
-            self.expected.append(settings.error[step, places[layer]].double().cpu())
-            self.dropped.append(_relative(_drop(q, k, v, self._head_settings), exact))
             self.head_weight.append(settings.weight[places[layer]].double().cpu())
 
-    def _judgement(self) -> tuple[list[Tensor], ...]:
-        """Tensors in the order of `JudgedHeads`."""
-        return self.found, self.expected, self.dropped, self.head_weight
-
-    def judged_heads(self) -> JudgedHeads:
-        """Judged heads of the last run, one clip."""
-        of_calls = (torch.stack(judged) for judged in self._judgement())
-        return JudgedHeads(*(x.unflatten(0, (1, SPARSE_STEPS, -1)) for x in of_calls))
+    def mean_error(self) -> float:
+        """Mean error of the heads in the last run, by head weight."""
+        found, weight = torch.stack(self.found), torch.stack(self.head_weight)
+        return float((found * weight).sum() / weight.sum())
 
 
 def _relative(out: Tensor, exact: Tensor) -> Tensor:
     """(heads,) float64 on the CPU: relative L2 errors."""
     error, norm = (x.square().sum((0, 2, 3)) for x in (out.double() - exact, exact))
     return (error / norm).sqrt().cpu()
-
-
-def _drop(q: Tensor, k: Tensor, v: Tensor, head_settings: HeadSettings) -> Tensor:
-    """Result of upstream's drop in a call, with as many blocks as the head settings keep."""
-    zeros = torch.zeros_like(head_settings.pool_weight)
-    blocks = block_count(k.shape[2], KEY_BLOCK)
-    asked = (head_settings.density * blocks).long().clamp(min=head_settings.floor)
-    kept = whole_steps(asked, zeros.long())  # without text nothing is forced
-    density = torch.tensor([share_of(count, blocks) for count in kept.tolist()]).to(zeros)
-    plain = HeadSettings(density, zeros, zeros.int())
-    return attention(BY_NAME["drop"], q, k, v, plain, None)[0]
 
 
 Budgets = SameBudgets | TunedHeads

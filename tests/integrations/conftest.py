@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.tiny_models.texts import make_text_model
 from sparge import compiling
+from tests.tiny_models.texts import make_text_model
 
 Make = Callable[..., Any]
 

@@ -22,13 +22,13 @@ pytest.importorskip("transformers", reason=REASON)
 
 import sparge
 from benchmarks.metrics import rel_l2
-from benchmarks.tiny_models import pipelines
-from benchmarks.tiny_models.adapted import adapt
-from benchmarks.tiny_models.pipelines import ALL, TEXT, drawn
 from sparge.integrations.diffusers import enable
 from sparge.integrations.diffusers.rows import ROWS
 from sparge.session import MASK, Exact, Pass, Session
 from sparge.session.timing import WrongKernels
+from tests.tiny_models import pipelines
+from tests.tiny_models.adapted import adapt
+from tests.tiny_models.pipelines import ALL, TEXT, drawn
 
 pytestmark = pytest.mark.usefixtures("reference_allowed", "no_mode_left")
 

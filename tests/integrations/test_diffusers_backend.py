@@ -16,9 +16,9 @@ pytest.importorskip("diffusers", reason=REASON)
 from diffusers.models import attention_dispatch as dispatch
 
 from benchmarks.metrics import rel_l2
-from benchmarks.tiny_models import pipelines
 from sparge import SparsePolicy, Unsupported
 from sparge.integrations.diffusers import register_backend
+from tests.tiny_models import pipelines
 
 pytestmark = pytest.mark.usefixtures("reference_allowed")
 WHOLE, FEW = SparsePolicy(topk=1.0), SparsePolicy(topk=0.3)

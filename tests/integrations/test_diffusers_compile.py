@@ -15,9 +15,9 @@ pytest.importorskip("diffusers", reason=REASON)
 pytest.importorskip("transformers", reason=REASON)
 
 import sparge
-from benchmarks.tiny_models.pipelines import ALL, Tiny
 from sparge.integrations.diffusers import enable
 from sparge.sdpa import AttentionMode
+from tests.tiny_models.pipelines import ALL, Tiny
 
 pytestmark = pytest.mark.usefixtures("reference_allowed", "no_mode_left", "fresh_dynamo")
 

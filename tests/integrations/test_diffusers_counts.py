@@ -17,9 +17,9 @@ from tests.integrations.needed import REASON
 
 pytest.importorskip("diffusers", reason=REASON)
 
-from benchmarks.tiny_models.pipelines import drawn, flow
 from sparge.integrations.diffusers import enable
 from sparge.sdpa import AttentionMode
+from tests.tiny_models.pipelines import drawn, flow
 
 diffusers: Any = sys.modules["diffusers"]  # its parts are found when they are asked for
 

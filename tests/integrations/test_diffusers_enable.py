@@ -14,8 +14,8 @@ from tests.integrations.needed import REASON
 pytest.importorskip("diffusers", reason=REASON)
 
 import sparge
-from benchmarks.tiny_models.pipelines import ALL, Tiny
 from sparge.integrations.diffusers import enable
+from tests.tiny_models.pipelines import ALL, Tiny
 
 
 @pytest.fixture(scope="module")

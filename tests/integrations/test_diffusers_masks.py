@@ -20,9 +20,9 @@ from tests.integrations.needed import REASON
 pytest.importorskip("diffusers", reason=REASON)
 
 from benchmarks.metrics import rel_l2
-from benchmarks.tiny_models.pipelines import drawn, flow
 from sparge.integrations.diffusers import enable
 from sparge.session import MASK
+from tests.tiny_models.pipelines import drawn, flow
 
 diffusers: Any = sys.modules["diffusers"]  # its parts are found when they are asked for
 

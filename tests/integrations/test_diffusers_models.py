@@ -15,9 +15,9 @@ from tests.integrations.needed import REASON
 pytest.importorskip("diffusers", reason=REASON)
 pytest.importorskip("transformers", reason=REASON)
 
-from benchmarks.tiny_models.pipelines import ALL, TEXT, WIDTH, drawn
 from sparge.integrations.diffusers import enable
 from sparge.integrations.diffusers.handle import Handle
+from tests.tiny_models.pipelines import ALL, TEXT, WIDTH, drawn
 
 pytestmark = pytest.mark.usefixtures("reference_allowed", "no_mode_left")
 

@@ -19,8 +19,8 @@ pytest.importorskip("diffusers", reason=REASON)
 pytest.importorskip("transformers", reason=REASON)
 
 from benchmarks.metrics import rel_l2
-from benchmarks.tiny_models.pipelines import ALL, drawn, flow
 from sparge.integrations.diffusers import Handle, enable
+from tests.tiny_models.pipelines import ALL, drawn, flow
 
 pytestmark = pytest.mark.usefixtures("reference_allowed", "no_mode_left")
 

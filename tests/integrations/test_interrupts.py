@@ -19,11 +19,11 @@ from tests.integrations.needed import REASON
 pytest.importorskip("diffusers", reason=REASON)
 pytest.importorskip("transformers", reason=REASON)
 
-from benchmarks.tiny_models.pipelines import ALL, Tiny
 from sparge.compiling import untraced
 from sparge.integrations.diffusers import enable
 from sparge.integrations.diffusers.forward import Forward
 from sparge.integrations.diffusers.handle import Handle
+from tests.tiny_models.pipelines import ALL, Tiny
 
 pytestmark = pytest.mark.usefixtures("reference_allowed", "no_mode_left")
 

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sparge
 from benchmarks.metrics import rel_l2
-from benchmarks.tiny_models.texts import SIZES, Run, forward, in_parts
+from tests.tiny_models.texts import SIZES, Run, forward, in_parts
 
 transformers: Any = pytest.importorskip("transformers", "5.24", reason="needs transformers 5.24")
 from sparge.integrations.transformers import enable  # noqa: E402

@@ -63,7 +63,7 @@ transformers.logging.set_verbosity_error()
 with_another, file, ids = sys.argv[1] == "True", sys.argv[2], torch.load(sys.argv[3])
 if with_another:
     import sparge
-    from benchmarks.tiny_models.texts import make_text_model
+    from tests.tiny_models.texts import make_text_model
     from sparge.integrations.transformers import enable
     policy, llamas = sparge.SparsePolicy(topk=0.0), (make_text_model("Llama", n) for n in (1, 2))
     others = [enable(llama, policy, 100) for llama in llamas]

@@ -111,8 +111,8 @@ def test_a_model_of_transformers_stays_exact(
 
 def test_a_pipeline_of_diffusers_stays_exact(reason: str, caplog) -> None:
     pytest.importorskip("diffusers", reason=REASON)
-    from benchmarks.tiny_models.pipelines import ALL
     from sparge.integrations.diffusers import enable
+    from tests.tiny_models.pipelines import ALL
 
     tiny = ALL["Wan 2.1"]()
     own = tiny(2)

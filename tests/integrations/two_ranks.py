@@ -54,7 +54,7 @@ def _rank(rank: int, kind: str, address: str, folder: Path) -> None:
 
 def pipelines(device: torch.device) -> Results:
     """`one ...` alone and `two ...` under Ulysses."""
-    from benchmarks.tiny_models.pipelines import diffusers, flux, wan
+    from tests.tiny_models.pipelines import diffusers, flux, wan
 
     diffusers.logging.set_verbosity_error()
     found: Results = {}
@@ -86,7 +86,7 @@ def _ran(case: str, tiny: Any, device: torch.device, given: dict[str, Any]) -> R
 
 def _shared(tiny: Any, device: torch.device) -> Any:
     """Pipeline whose transformer shares its sequence with the other rank."""
-    from benchmarks.tiny_models.pipelines import diffusers
+    from tests.tiny_models.pipelines import diffusers
 
     # diffusers asks how many accelerators there are, before it asks which backend is used.
     counted = mock.patch.object(torch.accelerator, "device_count", lambda: 1)
