@@ -23,7 +23,6 @@ from sparge.order.grid import TokenGrid
 
 STEPS = 20
 DENSE_STEPS = 4  # 20 %
-MEASURED_STEP = DENSE_STEPS - 1  # as in sparge/session/heads.py
 TRAIN = "python -m benchmarks.tiny_video_dit.train --out DIR --seconds 900"
 
 
@@ -40,11 +39,16 @@ class DenseRun:
     clip: Tensor
     """(frames, rows, columns, 3) in [0, 1]."""
     measured_calls: list[Call]
-    """The calls of MEASURED_STEP."""
+    """The calls of the last dense step, in which a session measures."""
+    steps: int = STEPS
+
+    @property
+    def dense_steps(self) -> int:
+        return dense_steps(self.steps)
 
     def finished(self, attention: Attention = dense) -> Tensor:
         """Clip (frames, rows, columns, 3) whose steps after the dense ones run with `attention`."""
-        sigmas = flow.sampling_sigmas(STEPS)[DENSE_STEPS:]
+        sigmas = flow.sampling_sigmas(self.steps)[self.dense_steps :]
         return to_clips(euler(self.model, self.begun, self.text, sigmas, attention=attention))[0]
 
 
@@ -63,12 +67,19 @@ def load_dit(weights: Path | None, device: torch.device) -> VideoDiT:
     return load_model(path, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
 
 
-def sample_dense(model: VideoDiT, size: tuple[int, int, int], seed: int) -> DenseRun:
+def dense_steps(steps: int) -> int:
+    """Steps of a run that come before the sparse ones."""
+    return steps * DENSE_STEPS // STEPS
+
+
+def sample_dense(
+    model: VideoDiT, size: tuple[int, int, int], seed: int, steps: int = STEPS
+) -> DenseRun:
     """Samples the scene of `seed`."""
     text = context(scenes_to_sample(1, size, seed))
     grid = TokenGrid(*size)
     latent = begun = starting_noise(1, size, seed)
-    sigmas = flow.sampling_sigmas(STEPS)
+    sigmas = flow.sampling_sigmas(steps)
     measured_calls: list[Call] = []
 
     def watched(q: Tensor, k: Tensor, v: Tensor, block: int) -> Tensor:
@@ -76,12 +87,13 @@ def sample_dense(model: VideoDiT, size: tuple[int, int, int], seed: int) -> Dens
         measured_calls.append(Call(layer, block))
         return dense(q, k, v, block)
 
-    for step in range(STEPS):
-        if step == DENSE_STEPS:
+    for step in range(steps):
+        if step == dense_steps(steps):
             begun = latent
-        attention = watched if step == MEASURED_STEP else dense
+        attention = watched if step == dense_steps(steps) - 1 else dense
         latent = euler(model, latent, text, sigmas[step : step + 2], attention=attention)
-    return DenseRun(model, grid, seed, text, begun, to_clips(latent)[0], measured_calls)
+    clip = to_clips(latent)[0]
+    return DenseRun(model, grid, seed, text, begun, clip, measured_calls, steps)
 
 
 def named(grid: TokenGrid, what: str) -> str:

@@ -6,13 +6,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from benchmarks.quality.dit import DENSE_STEPS, MEASURED_STEP, STEPS, DenseRun
+from benchmarks.quality.dit import DenseRun
 from benchmarks.quality.modes import Mode, order_of
 from sparge.head_settings import HeadSettings
 from sparge.order.grid import TokenOrder
 from sparge.session import Aim, Call, Pass, Session, TokenLayout
-
-SPARSE_STEPS = STEPS - DENSE_STEPS
 
 
 class SameBudgets:
@@ -20,11 +18,12 @@ class SameBudgets:
 
     def __init__(self, run: DenseRun, mode: Mode, head_settings: HeadSettings) -> None:
         device = run.begun.device
+        self.run = run
         self._orders = [order_of(mode, run.grid, device, n) for n in range(mode.variants)]
         self._head_settings = head_settings
 
     def begin_step(self, step: int) -> None:
-        self._order = self._orders[(DENSE_STEPS + step) % len(self._orders)]
+        self._order = self._orders[(self.run.dense_steps + step) % len(self._orders)]
 
     def of_call(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor
@@ -41,7 +40,7 @@ class TunedHeads:
     def __init__(self, run: DenseRun, aim: Aim, *, judged: bool = False, draw: int = 0) -> None:
         """judged: compare every call with exact attention, of no use to a timed run. draw: of the
         query blocks that are measured."""
-        self._run, self._aim, self._judged, self._draw = run, aim, judged, draw
+        self.run, self._aim, self._judged, self._draw = run, aim, judged, draw
         self.found: list[Tensor] = []
         """(heads,) float64 of each call of the last run where judged: its relative L2 error."""
         self.head_weight: list[Tensor] = []
@@ -52,25 +51,25 @@ class TunedHeads:
             self._measure()
         else:
             self._running.end()
-        self._running = self._begin(DENSE_STEPS + step)
+        self._running = self._begin(self.run.dense_steps + step)
 
     def _measure(self) -> None:
+        steps, dense = self.run.steps, self.run.dense_steps
         self._session = Session.of(
-            self._aim, steps=STEPS, dense_steps=DENSE_STEPS, even_if_slower=True, draw=self._draw
+            self._aim, steps=steps, dense_steps=dense, even_if_slower=True, draw=self._draw
         )
         self.found.clear()
         self.head_weight.clear()
-        # The first of them tells how many prompts there are.
-        for step in (MEASURED_STEP - 1, MEASURED_STEP):
+        for step in (dense - 2, dense - 1):  # the first tells how many prompts there are
             measured = self._begin(step)
-            for call in self._run.measured_calls:
+            for call in self.run.measured_calls:
                 measured.attend(call.place, call.layer.q, call.layer.k, call.layer.v)
             measured.end()
 
     def _begin(self, step: int) -> Pass:
-        model = self._run.model
-        layout = TokenLayout.of(len(model.blocks), self._run.grid, model.config.heads)
-        return self._session.begin_step(step, layout, self._run.begun.device)
+        model = self.run.model
+        layout = TokenLayout.of(len(model.blocks), self.run.grid, model.config.heads)
+        return self._session.begin_step(step, layout, self.run.begun.device)
 
     def of_call(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor
@@ -123,6 +122,7 @@ class SparseSteps:
         The first layer begins a step, and after the last step comes another run.
         """
         if layer == 0:
-            self._step = (self._step + 1) % SPARSE_STEPS
+            run = self._head_settingss.run
+            self._step = (self._step + 1) % (run.steps - run.dense_steps)
             self._head_settingss.begin_step(self._step)
         return self._head_settingss.of_call(layer, q, k, v)

@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from ..blocks import KEY_BLOCK, QUERY_BLOCK
 from ..policy import PV_FILTER_OFF, PerHead
-from .operands import Operands
+from .operands import Operands, per_head
 
 LOG2_E = math.log2(math.e)
 NO_LOGIT = -torch.inf
@@ -57,8 +57,7 @@ def attend(
     """
     shape = kept.shape[:3]
     pool_weights, output_scales, thresholds = (
-        torch.as_tensor(given, dtype=torch.float32, device=kept.device).expand(shape[1])
-        for given in (pool_weight, output_scale, pvthreshd)
+        per_head(given, shape[1], kept.device) for given in (pool_weight, output_scale, pvthreshd)
     )
     call = _Call(x, kept, pooled, pool_weights, output_scales, scale, is_causal, thresholds)
     out = x.q.new_zeros(*shape, QUERY_BLOCK, x.v.shape[-1])

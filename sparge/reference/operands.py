@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 
 from ..blocks import KEY_BLOCK, QUERY_BLOCK, count_keys
 from ..order.grid import EMPTY, TokenOrder
+from ..policy import PerHead
 
 # Means are sums of numbers times this, so that sums of large numbers do not overflow.
 SUM_UNIT = 2.0**-24
@@ -158,6 +159,10 @@ class Operands:
     def k_self_similarity(self) -> Tensor:
         """(B, Hkv, nk), around kbar."""
         return _self_similarity(self.k, self.key_counts[:, None])
+
+
+def per_head(value: PerHead, heads: int, device: torch.device) -> Tensor:
+    return torch.as_tensor(value, dtype=torch.float32, device=device).expand(heads)
 
 
 def by_query_head(of_keys: Tensor, heads: int) -> Tensor:

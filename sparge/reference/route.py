@@ -12,7 +12,7 @@ from torch import Tensor
 from ..blocks import KEY_BLOCK, QUERY_BLOCK, block_pairs, touches_diagonal, whole_steps
 from ..head_settings import HeadSettings, Router
 from ..policy import PerHead, SparsePolicy
-from .operands import Operands, by_query_head
+from .operands import Operands, by_query_head, per_head
 from .scores import block_scores, log_mass, log_scores
 
 
@@ -163,7 +163,3 @@ def _holds_exact(counts: Tensor, size: int, length: Tensor | int, policy: Sparse
     at the last valid token: for keys that is the batch entry's key length."""
     starts = torch.arange(counts.shape[-1], device=counts.device) * size
     return (starts < policy.exact_prefix) | (starts + counts > length - policy.exact_suffix)
-
-
-def per_head(value: PerHead, heads: int, device: torch.device) -> Tensor:
-    return torch.as_tensor(value, dtype=torch.float32, device=device).expand(heads)

@@ -14,8 +14,7 @@ LEAST_ERROR = 1e-30  # squared; keeps the logarithm of an error of 0 a number, b
 
 def block_scores(x: Operands, scale: float) -> Tensor:
     """(B, H, nq, nk): the pooled logit, mean query . mean centred key * scale."""
-    key_means = by_query_head(x.k_block_mean, x.q_block_mean.shape[1])
-    return x.q_block_mean @ key_means.transpose(-1, -2) * scale
+    return x.q_block_mean @ by_query_head(x.k_block_mean, x.q_block_mean.shape[1]).mT * scale
 
 
 def log_mass(x: Operands, scale: float) -> Tensor:

@@ -194,16 +194,21 @@ def _of_heads(
     kept = _kept(stats, order, call.candidates, scale)  # of each density (H, S, key blocks)
 
     rows, real = compared_rows(rows, 2) * scale, compared_rows(real)[..., None]
-    logits = (rows @ k.mT.unsqueeze(1)).masked_fill_(~holds, -torch.inf)  # (H, S, R, slots)
+    logits = (rows.flatten(1, 2) @ k.mT).view(*rows.shape[:3], -1)  # (H, S, R, slots)
+    logits = logits.masked_fill_(~holds, -torch.inf)
     pooled = rows @ stats.k_block_mean[0].mT.unsqueeze(1) + order.block_counts.float().log()
     top = torch.maximum(logits.amax(-1), pooled.amax(-1)).unsqueeze(-1)
     exact, pooled = (logits - top).exp_().unflatten(-1, (-1, KEY_BLOCK)), (pooled - top).exp_()
-    values, means = v.unsqueeze(1), stats.v_block_mean[0].unsqueeze(1)
-    o = (exact.flatten(-2) @ values) / exact.sum((-2, -1)).unsqueeze(-1)
+    means = stats.v_block_mean[0].unsqueeze(1)
+    sums = exact.sum(-1)  # of each key block: (H, S, R, key blocks), and of values (..., D)
+    of_block = exact.permute(0, 3, 1, 2, 4).flatten(2, 3) @ v.unflatten(1, (-1, KEY_BLOCK))
+    outs = of_block.unflatten(2, rows.shape[1:3]).transpose(1, 2).flatten(-2).contiguous()
+    o = outs.sum(2).view(*rows.shape) / sums.sum(-1, keepdim=True)
     error, towards = [], []
     for of_density in kept:
-        p, rest = exact * of_density[:, :, None, :, None], pooled * ~of_density[:, :, None]
-        y, a = p.flatten(-2) @ values, p.sum((-2, -1)).unsqueeze(-1)
+        exactly, rest = of_density[:, :, None].float(), pooled * ~of_density[:, :, None]
+        y = (exactly @ outs).view(o.shape)
+        a = (sums * exactly).sum(-1, keepdim=True)
         pool, r = rest @ means, rest.sum(-1, keepdim=True)
         for weight in POOL_WEIGHTS:
             off = (y + weight * pool) / (a + weight * r).clamp(min=1e-30) - o

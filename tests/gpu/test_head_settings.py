@@ -153,7 +153,7 @@ def test_output(job: Job, kernels: Kernels, generator, poison, force) -> None:
     force(kernels)
     got = prepare(job, kernels.element, generator)
     call, settings = got.call, got.head_settings
-    given = {"order": call.order, "key_lengths": call.key_lengths}
+    given: dict[str, Any] = {"order": call.order, "key_lengths": call.key_lengths}
     stats = AttentionStats("cuda")
     options = {"head_settings": settings, "stats": stats, "output_dtype": torch.float32}
     options |= {"is_causal": call.is_causal, "return_lse": True}
@@ -164,8 +164,14 @@ def test_output(job: Job, kernels: Kernels, generator, poison, force) -> None:
     dropped = routed.valid & ~got.kept & (settings.pool_weight > 0)[:, None, None]
     pooled = poolable(dropped, call.is_causal)
     scaled = 1.0 if settings.output_scale is None else settings.output_scale
-    chosen = {"kept": got.kept, "pooled": pooled, "pool_weight": settings.pool_weight}
-    chosen |= {"output_scale": scaled, "scale": call.scale, "is_causal": call.is_causal}
+    chosen: dict[str, Any] = {
+        "kept": got.kept,
+        "pooled": pooled,
+        "pool_weight": settings.pool_weight,
+        "output_scale": scaled,
+        "scale": call.scale,
+        "is_causal": call.is_causal,
+    }
     filtered = {"pvthreshd": call.policy.pvthreshd, "softmax": kernels.softmax}
     emulated = attend(got.operands, **chosen, **filtered)
     exact = in_float32(call.q, call.k, call.v, vbar=got.operands.vbar, **given, **chosen)

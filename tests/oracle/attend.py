@@ -21,7 +21,7 @@ from sparge.blocks import KEY_BLOCK, QUERY_BLOCK
 from sparge.policy import PV_FILTER_OFF, PerHead
 from sparge.reference import Attended
 from sparge.reference.attend import LOG2_E, NO_LOGIT, pv_filter, visible_pairs
-from sparge.reference.operands import block_means, by_query_head, in_blocks
+from sparge.reference.operands import block_means, by_query_head, in_blocks, per_head
 
 from .arithmetic import (
     ARITHMETIC,
@@ -65,8 +65,7 @@ def attend(
     """As `sparge.reference.attend`. Tiles of pseudo-keys count as kept blocks do in `softmax`."""
     shape, device = kept.shape[:3], kept.device
     pool_weights, output_scales, thresholds = (
-        torch.as_tensor(given, dtype=torch.float32, device=device).expand(x.heads)
-        for given in (pool_weight, output_scale, pvthreshd)
+        per_head(given, x.heads, device) for given in (pool_weight, output_scale, pvthreshd)
     )
     of_heads: list[Partial] = []
     off_mean: list[Tensor] = []
@@ -120,8 +119,8 @@ class _Head:
         if not blocks.numel():
             return Partial.of_no_key(len(q), self.v.shape[-1], q.device), 0
         filters = bool(threshold < PV_FILTER_OFF)
-        place = (torch.tensor([number], device=q.device) for number in (self.own[0], i))
-        visible = visible_pairs(self.x, *place, blocks[None], is_causal, filters)[0, : len(q)]
+        entry, row = (torch.tensor([number], device=q.device) for number in (self.own[0], i))
+        visible = visible_pairs(self.x, entry, row, blocks[None], is_causal, filters)[0, : len(q)]
         logits = (q @ self.k[blocks].flatten(0, 1).T).unflatten(-1, (-1, KEY_BLOCK))
         logits = logits * (self.factors[i].unsqueeze(-1) * self.k_scale[blocks]).unsqueeze(-1)
         logits = logits.masked_fill_(~visible, NO_LOGIT)

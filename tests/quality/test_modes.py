@@ -6,13 +6,14 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.metrics import rel_l2
 from benchmarks.quality.judge import Call
 from benchmarks.quality.modes import BY_NAME, MODES, Mode, attention, order_of, share_for
 from sparge.blocks import KEY_BLOCK, QUERY_BLOCK
 from sparge.head_settings import HeadSettings
-from sparge.reference import exact_attention, route
+from sparge.reference import route
 
 EIGHT_BITS = 0.02  # relative L2; without E4M3 0.004: measured for INT8 QK, and FP16 V
 SHARE = 0.3
@@ -48,7 +49,9 @@ def test_drop_is_a_top_k_of_pooled_scores_in_raster_order(video: Call) -> None:
     kept.scatter_(-1, scores.topk(int(SHARE * scores.shape[-1])).indices, True)
     # A ragged last block counts by its keys here, and as a whole one upstream.
     whole = [*range(video.layer.q.shape[2] // QUERY_BLOCK * QUERY_BLOCK)]
-    expected, _ = exact_attention(q, k, v, kept)
+    seen = kept.repeat_interleave(QUERY_BLOCK, 2).repeat_interleave(KEY_BLOCK, 3)
+    seen = seen[..., : q.shape[2], : k.shape[2]]
+    expected = scaled_dot_product_attention(q, k, v, attn_mask=seen)
     same = torch.isclose(out[:, whole], expected[0][:, whole], rtol=0.02, atol=0.02).all(-1)
     assert same.float().mean() > 0.8
 
@@ -57,7 +60,7 @@ def test_sol_is_one_pooled_term_a_query_block(video: Call) -> None:
     """Each dropped block as if every query were the mean of its block, of what the rows do not have
     in common: K less its mean."""
     mode, layer = BY_NAME["sol"], video.layer
-    x = video.quantized(cubes=True)
+    x = video.operands(cubes=True)
     assert x.order is not None
     policy, _ = mode.rules(HeadSettings.uniform(2, SHARE))
     scale = layer.q.shape[-1] ** -0.5
@@ -82,7 +85,7 @@ def test_sol_is_one_pooled_term_a_query_block(video: Call) -> None:
 
 @pytest.mark.parametrize("density", [0.35, 0.5, 1.0])
 def test_a_share_reaches_its_density_and_no_more(video: Call, density: float) -> None:
-    mode, x = BY_NAME["ours manual"], video.quantized(cubes=True)
+    mode, x = BY_NAME["ours manual"], video.operands(cubes=True)
     share = share_for(mode, x, density)
     assert run(video, mode, share)[1] <= density
     if density < 1:

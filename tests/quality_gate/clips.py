@@ -10,7 +10,7 @@ from statistics import mean
 
 import torch
 
-from benchmarks.quality.dit import DenseRun, load_dit, sample_dense
+from benchmarks.quality.dit import STEPS, DenseRun, load_dit, sample_dense
 from benchmarks.quality.end_to_end import Clips, clip_psnr, in_library
 from benchmarks.quality.modes import BY_NAME, Mode
 from sparge.session import Aim
@@ -34,12 +34,16 @@ class GateClips:
     """
 
     def __init__(
-        self, size: tuple[int, int, int], seeds: Sequence[int], weights: Path | None = None
+        self,
+        size: tuple[int, int, int],
+        seeds: Sequence[int],
+        weights: Path | None = None,
+        steps: int = STEPS,
     ) -> None:
         """size: frames, rows, columns of tokens. weights: None for the shipped model."""
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         model = load_dit(weights, device)
-        self._runs = [sample_dense(model, size, seed) for seed in seeds]
+        self._runs = [sample_dense(model, size, seed, steps) for seed in seeds]
 
     def auto(self, aim: Aim, draws: int) -> Found:
         """Heads are measured anew in each clip, as the node does it in each run, and in each draw

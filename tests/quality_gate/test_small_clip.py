@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The quality gate on any machine: a small clip of the shipped model, its calls emulated."""
+"""The quality gate on any machine: a small clip of the shipped model, its calls in float32."""
 
 from __future__ import annotations
 
