@@ -63,8 +63,6 @@ class Hook:
         self.settings = settings
         self.node_id = node_id
         self.last: Report | None = None
-        self.last_shape: tuple[int, ...] | None = None
-        """Shape of the latent that the last run gave; None where it gave none or several."""
         self._on_top: Override | None = None
 
     def __deepcopy__(self, memo: object) -> Hook:
@@ -109,15 +107,13 @@ class Hook:
                 "ComfyUI's Model Sparse Attention is on the same model and wins, being outside of "
                 "this node; the results do not add up, remove one"
             )
-        finished, self.last_shape = False, None
+        finished = False
         try:
             self._await_kernels(run, device)
             options[OVERRIDE_KEY] = self._reinstalled(found)
             options[RUN_KEY] = run
             result = executor(*args, **kwargs)
             finished = True
-            if isinstance(result, torch.Tensor) and result.ndim > 3:  # packed latents are flat
-                self.last_shape = tuple(result.shape)
             return result
         finally:
             options.pop(RUN_KEY, None)

@@ -1,13 +1,123 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Node SpargeAttentionCompare: the clip without Sparge Attention beside the one with it."""
+"""Node SpargeAttentionCompare: the clip without Sparge Attention beside the one with it, and how
+much they differ. Clips are ComfyUI's images: (frames, height, width, 3) float32, 0 to 1."""
 
 from __future__ import annotations
 
-from comfy_api.latest import io
-from torch import Tensor
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
-from .comparison import Likeness, View, as_colours, mismatch
+import torch
+from comfy_api.latest import io, ui
+from torch import Tensor
+from torch.nn.functional import conv2d
+
 from .host import show_on_node
+
+#: Factor that makes differences visible.
+AMPLIFIED = 4
+#: Most frames that structural similarity is computed of, evenly spaced: it takes a while on a CPU.
+SIMILARITY_FRAMES = 32
+#: Window and constants of structural similarity: Wang et al., "Image quality assessment", 2004.
+WINDOW, DEVIATION, LUMINANCE, CONTRAST = 11, 1.5, 0.01**2, 0.03**2
+#: Weights of red, green and blue in brightness (Rec. 601).
+BRIGHTNESS = (0.299, 0.587, 0.114)
+#: Decibels from which on a difference is called so.
+CALLED = (
+    (45.0, "No difference to see"),
+    (35.0, "Small differences"),
+    (25.0, "Details differ"),
+    (-math.inf, "Another picture"),
+)
+
+
+@dataclass(frozen=True)
+class Likeness:
+    """How alike two clips are."""
+
+    psnr: float
+    """Peak signal-to-noise ratio of all frames together, in dB; infinite for equal clips, NaN or
+    minus infinity where pixels are no numbers."""
+    similarity: float
+    """Mean structural similarity of brightness; 1 for equal clips."""
+
+    @classmethod
+    def of(cls, reference: Tensor, clip: Tensor) -> Likeness:
+        squares = [float((a - b).square().mean()) for a, b in zip(reference, clip, strict=True)]
+        error = sum(squares) / len(squares)
+        psnr = -10 * math.log10(error) if error else math.inf
+        every = range(0, len(clip), -(-len(clip) // SIMILARITY_FRAMES))
+        found = [structural_similarity(reference[frame], clip[frame]) for frame in every]
+        return cls(psnr, sum(found) / len(found))
+
+    def __str__(self) -> str:
+        if self.psnr == math.inf:
+            return "The clips are equal"
+        if not math.isfinite(self.psnr):
+            return "A clip has pixels that are no numbers, so the clips cannot be compared"
+        called = next(words for least, words in CALLED if self.psnr >= least)
+        return f"{called}: {self.psnr:.1f} dB PSNR, SSIM {self.similarity:.3f}"
+
+
+def as_colours(clip: Tensor, device: torch.device) -> Tensor:
+    """Red, green and blue of a clip in float32: some have transparency beside them (layers of Qwen
+    Image), or 16 bits (--fp16-intermediates)."""
+    return clip[..., :3].to(device, torch.float32)
+
+
+def mismatch(reference: Tensor, clip: Tensor) -> str | None:
+    """Sentence for two clips whose pixels cannot be compared; None where they can."""
+    if reference.shape[1:] == clip.shape[1:]:
+        return None
+    sizes = ["x".join(map(str, (x.shape[2], x.shape[1]))) for x in (reference, clip)]
+    return (
+        f"The clips are {sizes[0]} and {sizes[1]} pixels, so nothing was compared: give two of one "
+        "size, such as the same graph with and without Sparge Attention."
+    )
+
+
+def structural_similarity(reference: Tensor, picture: Tensor) -> float:
+    """Mean structural similarity of two pictures (height, width, 3), of their brightness."""
+    weights = reference.new_tensor(BRIGHTNESS)
+    a, b = reference @ weights, picture @ weights
+    a_mean, b_mean, a_square, b_square, product = _blurred(torch.stack([a, b, a * a, b * b, a * b]))
+    a_variance, b_variance = a_square - a_mean**2, b_square - b_mean**2
+    covariance = product - a_mean * b_mean
+    luminance = (2 * a_mean * b_mean + LUMINANCE) / (a_mean**2 + b_mean**2 + LUMINANCE)
+    structure = (2 * covariance + CONTRAST) / (a_variance + b_variance + CONTRAST)
+    return float((luminance * structure).mean())
+
+
+def _blurred(maps: Tensor) -> Tensor:
+    """Gaussian means of maps (n, height, width) around each pixel that has a whole window."""
+    size = min(WINDOW, *maps.shape[1:])
+    places = torch.arange(size, dtype=maps.dtype, device=maps.device) - (size - 1) / 2
+    window = torch.exp(-(places**2) / (2 * DEVIATION**2))
+    window = window / window.sum()
+    across = conv2d(maps.unsqueeze(1), window.view(1, 1, 1, -1))
+    return conv2d(across, window.view(1, 1, -1, 1)).squeeze(1)
+
+
+def _split(reference: Tensor, clip: Tensor) -> Tensor:
+    """The left half of one and the right half of the other, with a line between them."""
+    middle = clip.shape[2] // 2
+    out = torch.cat([reference[:, :, :middle], clip[:, :, middle:]], 2)
+    out[:, :, max(0, middle - 1) : middle + 1] = 1.0
+    return out
+
+
+def _difference(reference: Tensor, clip: Tensor) -> Tensor:
+    return (reference - clip).abs_().mul_(AMPLIFIED).clamp_(0, 1)
+
+
+#: Ways to show two clips; the names are in saved graphs.
+SIDE_BY_SIDE = "side by side"
+VIEWS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    SIDE_BY_SIDE: lambda reference, clip: torch.cat([reference, clip], 2),
+    "split": _split,
+    f"difference x{AMPLIFIED}": _difference,
+}
 
 
 class SpargeAttentionCompare(io.ComfyNode):
@@ -27,8 +137,8 @@ class SpargeAttentionCompare(io.ComfyNode):
                 io.Image.Input("clip", tooltip="The clip with it, of the same seed."),
                 io.Combo.Input(
                     "view",
-                    options=[view.value for view in View],
-                    default=View.SIDE_BY_SIDE.value,
+                    options=list(VIEWS),
+                    default=SIDE_BY_SIDE,
                     tooltip=(
                         "side by side: the reference is on the left. split: its left half beside "
                         "the right half of the clip. difference x4: black where both are alike."
@@ -44,9 +154,7 @@ class SpargeAttentionCompare(io.ComfyNode):
         )
 
     @classmethod
-    def execute(
-        cls, reference: Tensor, clip: Tensor, view: str = View.SIDE_BY_SIDE.value
-    ) -> io.NodeOutput:
+    def execute(cls, reference: Tensor, clip: Tensor, view: str = SIDE_BY_SIDE) -> io.NodeOutput:
         reference, clip = (as_colours(each, reference.device) for each in (reference, clip))
         if problem := mismatch(reference, clip):
             return cls._shown(clip, problem)  # a long run must not be lost for it
@@ -57,13 +165,11 @@ class SpargeAttentionCompare(io.ComfyNode):
                 f"\nThe clips have {len(reference)} and {len(clip)} frames: the first {frames} "
                 "were compared."
             )
-        return cls._shown(View(view).of(reference[:frames], clip[:frames]), text)
+        return cls._shown(VIEWS[view](reference[:frames], clip[:frames]), text)
 
     @classmethod
     def _shown(cls, image: Tensor, text: str) -> io.NodeOutput:
         """Shows the text and the middle frame on the node."""
-        from comfy_api.latest import ui  # only what a run shows needs it
-
         show_on_node(cls.hidden.unique_id if cls.hidden else None, text)
         middle = image[len(image) // 2 :][:1]
         shown = ui.PreviewImage(middle, cls=cls).as_dict() | ui.PreviewText(text).as_dict()

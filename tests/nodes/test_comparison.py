@@ -13,7 +13,7 @@ from torch import Tensor
 
 @pytest.fixture(scope="session")
 def comparison(load_pack) -> Any:
-    return load_pack("nodes.comparison")
+    return load_pack("nodes.sparge_compare")
 
 
 def clip(frames: int = 3, height: int = 24, width: int = 32) -> Tensor:
@@ -70,14 +70,14 @@ def test_similarity_takes_frames_of_the_whole_clip(comparison, monkeypatch) -> N
 def test_views(comparison) -> None:
     reference, other = torch.zeros(2, 4, 6, 3), torch.full((2, 4, 6, 3), 0.1)
     other[0, 0, 0] = 0.9
-    view = comparison.View
-    both = view("side by side").of(reference, other)
+    views = comparison.VIEWS
+    both = views["side by side"](reference, other)
     assert torch.equal(both[:, :, :6], reference) and torch.equal(both[:, :, 6:], other)
-    split = view("split").of(reference, other)
+    split = views["split"](reference, other)
     assert torch.equal(split[:, :, :2], reference[:, :, :2])
     assert torch.equal(split[:, :, 4:], other[:, :, 4:])
     assert (split[:, :, 2:4] == 1).all(), "the line"
-    difference = view("difference x4").of(reference, other)
+    difference = views["difference x4"](reference, other)
     assert torch.allclose(difference[1], torch.tensor(0.4)) and (difference[0, 0, 0] == 1).all()
     assert (reference == 0).all() and other[0, 0, 0, 0] == 0.9, "what is given stays"
 

@@ -363,10 +363,3 @@ def test_lines_on_a_node_end_where_their_breaks_are_shown_as_spaces(load_pack):
     )
     assert told_apart("error 5 %\n(Saved.)") == "error 5 %\n(Saved.)"
     assert told_apart("Is it on?\nYes.\n") == "Is it on?\nYes."
-
-
-def test_without_pillow_the_text_is_left(ran, result, load_pack, monkeypatch):
-    monkeypatch.setitem(sys.modules, load_pack("nodes.picture").__name__, None)
-    monkeypatch.delattr(load_pack("nodes"), "picture")
-    (_, text, image), shown, _ = ran(result(), monkeypatch)
-    assert shown == {"text": (text,)} and image.ndim == 4
