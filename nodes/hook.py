@@ -12,18 +12,14 @@ from typing import Any, cast
 
 import torch
 
-from ..sparge import capabilities
 from ..sparge.common.closures import leads_to
 from ..sparge.common.compiling import is_traced_whole, untraced
-from ..sparge.kernels.warmup import Warmup, warm_up
-from ..sparge.session import FAILED, Report
-from . import host, report
+from ..sparge.session import FAILED, Report, Settings
+from . import comfyui
 from .attention_call import AttentionCall
-from .forward import Forward
-from .layer_counter import COUNTER_KEY
+from .layers import FORWARD_KEY
 from .override_check import Override
-from .run_state import Run
-from .settings import Settings
+from .run import Forward, Run
 
 logger = logging.getLogger("sparge")
 
@@ -32,7 +28,6 @@ WRAPPER_KEY = "sparge_attention"
 #: Keys of transformer_options. Their values are class instances, because ComfyUI copies dicts and
 #: lists in there.
 RUN_KEY = "sparge_run"
-FORWARD_KEY = "sparge_forward"
 OVERRIDE_KEY = "optimized_attention_override"
 #: Callback key of ComfyUI's own block-sparse node.
 CORE_SPARSE_KEY = "block_sparse_attention"
@@ -69,9 +64,6 @@ class Hook:
         """Itself: its override has it, and functions are not copied."""
         return self
 
-    def show(self, text: str) -> None:
-        host.show_on_node(self.node_id, text)
-
     def install(self, model: Any) -> None:
         """Puts the override and the wrappers on ``model``, a clone that nobody else has yet."""
         options = model.model_options.setdefault("transformer_options", {})
@@ -79,9 +71,9 @@ class Hook:
         ours: Mark | None = getattr(current, MARK, None)
         options[OVERRIDE_KEY] = make_override(self, ours.previous if ours else current)
         for point, wrapper in (
-            (host.OUTER_SAMPLE, self.outer_sample),
-            (host.PREDICT_NOISE, self.predict_noise),
-            (host.APPLY_MODEL, self.apply_model),
+            (comfyui.OUTER_SAMPLE, self.outer_sample),
+            (comfyui.PREDICT_NOISE, self.predict_noise),
+            (comfyui.APPLY_MODEL, self.apply_model),
         ):
             model.remove_wrappers_with_key(point, WRAPPER_KEY)
             model.add_wrapper_with_key(point, WRAPPER_KEY, wrapper)
@@ -90,17 +82,15 @@ class Hook:
         """Wraps a whole sampling run: makes its state, and reports however it ends."""
         guider = executor.class_obj
         options = guider.model_options["transformer_options"]
-        found = options.get(OVERRIDE_KEY)
-        sampling = guider.model_patcher.get_model_object("model_sampling")
-        device = guider.model_patcher.load_device
+        found, patcher = options.get(OVERRIDE_KEY), guider.model_patcher
         run = Run(
             self.settings,
-            sampling,
+            patcher.get_model_object("model_sampling"),
             owner=self,
-            schedule=host.step_sigmas(args, kwargs),
-            model=guider.model_patcher.model,
-            device=device,
-            show=self.show,
+            schedule=comfyui.step_sigmas(args, kwargs),
+            model=patcher.model,
+            device=patcher.load_device,
+            show=partial(comfyui.show_on_node, self.node_id),
         )
         if any(CORE_SPARSE_KEY in by_key for by_key in options.get("callbacks", {}).values()):
             run.note(
@@ -109,7 +99,7 @@ class Hook:
             )
         finished = False
         try:
-            self._await_kernels(run, device)
+            comfyui.await_kernels(run, patcher.load_device, self.node_id)
             options[OVERRIDE_KEY] = self._reinstalled(found)
             options[RUN_KEY] = run
             result = executor(*args, **kwargs)
@@ -147,16 +137,13 @@ class Hook:
         run = options.get(RUN_KEY)
         if run is None or run.owner is not self:
             return executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
-        model = executor.class_obj
         forward: Forward | None = None
         with run.failures.caught(NO_PASS):
-            which = run.which(model, x.device)
-            network = model.diffusion_model
-            forward = Forward.begin(run, network, x, t, c_crossattn, options, kwargs, which)
-            told = run.replaced_blocks.told(options)
-            options = {**told, FORWARD_KEY: forward, COUNTER_KEY: forward.layers}
-            if OVERRIDE_KEY in options:
-                options[OVERRIDE_KEY] = self._of_pass(run, options[OVERRIDE_KEY])
+            model = executor.class_obj
+            forward = Forward.begin(run, model, x, t, c_crossattn, options, kwargs)
+            options = {**run.replaced_blocks.told(options), FORWARD_KEY: forward}
+            if OVERRIDE_KEY in options:  # one may come after the run began
+                options[OVERRIDE_KEY] = self._reinstalled(options[OVERRIDE_KEY])
         if forward is None:
             run.note(f"passes were dense because of {FAILED}")
         result = executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
@@ -164,18 +151,6 @@ class Hook:
             with run.failures.caught(NO_END):
                 forward.end()
         return result
-
-    def prepare_kernels(self, device: torch.device) -> Warmup | None:
-        """Starts compiling what the device lacks; None where no kernel can run."""
-        if not capabilities(device).usable:
-            return None
-        return warm_up(device, self.show)
-
-    def _await_kernels(self, run: Run, device: torch.device) -> None:
-        """Here ComfyUI does nothing else on the GPU, whose speed may be measured."""
-        warmup = self.prepare_kernels(device)
-        if warmup is not None:
-            run.await_kernels(device, partial(warmup.wait, host.raise_if_interrupted))
 
     def _reinstalled(self, found: Override | None) -> Override:
         """Override that this run shall use: one that overwrote ours becomes our dense path.
@@ -191,13 +166,6 @@ class Hook:
         assert self._on_top is not None
         return self._on_top
 
-    def _of_pass(self, run: Run, found: Override) -> Override:
-        """Override of a pass, as `_reinstalled` has it: one may come after the run began."""
-        known = run.overrides.get(id(found))
-        if known is None:  # what has an id must live
-            known = run.overrides[id(found)] = found, self._reinstalled(found)
-        return known[1]
-
     def _is_ours(self, item: Any) -> bool:
         mark: Mark | None = getattr(item, MARK, None)
         return mark is not None and mark.hook is self
@@ -206,14 +174,14 @@ class Hook:
         self.last = None  # if this report fails, the one before must not pass for it
         try:
             self.last = run.report(stopped)
-            report.publish(self.last, self.node_id)
+            comfyui.publish(self.last, self.node_id)
         except Exception:  # the run's own outcome, good or bad, matters more than the report
             logger.exception("[Sparge] the report failed")
 
 
 def hook_of(model: Any) -> Hook | None:
     """Returns the hook that takes part in the sampling of ``model``, if our node was used on it."""
-    for wrapper in model.get_wrappers(host.OUTER_SAMPLE, WRAPPER_KEY):
+    for wrapper in model.get_wrappers(comfyui.OUTER_SAMPLE, WRAPPER_KEY):
         owner = getattr(wrapper, "__self__", None)
         if isinstance(owner, Hook):
             return owner
@@ -236,7 +204,7 @@ def _preferred() -> Override | None:
 def make_override(hook: Hook, previous: Override | None) -> Override:
     """Makes the function that ComfyUI calls in place of its attention backend ``func``. Dense calls
     get their arguments as they came."""
-    checked = None if previous is None or host.is_own_backend(previous) else previous
+    checked = None if previous is None or comfyui.is_own_backend(previous) else previous
 
     def override(func: Override, *args: Any, **kwargs: Any) -> torch.Tensor:
         if torch.compiler.is_compiling() and is_traced_whole():

@@ -123,24 +123,10 @@ def wan_of_time(model: Any, inputs: ModelInputs) -> OffGrid:
 
 
 def wan_humo(model: Any, inputs: ModelInputs) -> OffGrid:
-    """Wan HuMo: the reference behind the clip."""
+    """Wan HuMo and sound to video: the reference behind the clip. What came before it, in sound to
+    video, is last."""
     last = inputs.latents("time_dim_concat")
     return inputs.around((), [*last, *inputs.latents("reference_latent", padded=False)])
-
-
-def wan_sound_to_video(model: Any, inputs: ModelInputs) -> OffGrid:
-    """Wan sound to video: the reference behind the clip, then what came before it. Its last frame
-    is as it is, the frames before that are at a half and at a quarter of the size."""
-    beside = wan_humo(model, inputs)
-    cells = inputs.shape("reference_motion")[-2:]
-    if not cells:
-        return beside
-    frame, half, quarter = (math.prod(cell // step for cell in cells) for step in (2, 4, 8))
-    motion = frame + half + 4 * quarter
-    fits = not beside.tail and tuple(cell // 2 for cell in cells) == inputs.grid[1:]
-    if fits:
-        return replace(beside, last_frames=beside.last_frames + 1, tail=motion - frame)
-    return replace(beside, tail=beside.tail + motion)
 
 
 def wan_scail(model: Any, inputs: ModelInputs) -> OffGrid:

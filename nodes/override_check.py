@@ -23,7 +23,7 @@ from ..sparge.common.closures import leads_to
 from ..sparge.common.failures import Failures
 from ..sparge.errors import Unsupported
 from ..sparge.session import Call, Dense, Step
-from .host import untracked_allocations
+from .comfyui import untracked_allocations
 from .plain_rows import PlainRows
 
 CHANGES = "another node changes this attention"

@@ -3,16 +3,20 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from dataclasses import fields
 from typing import Any
 
 from comfy_api.latest import io
 
-from ..sparge.session import AUTO_BUDGET, AUTO_QUALITY, MANUAL, QUALITIES, LayerSpans
+from ..sparge.session import AUTO_BUDGET, AUTO_QUALITY, MANUAL, QUALITIES, LayerSpans, Settings
+from .comfyui import inference_device, prepare_kernels
 from .hook import Hook
-from .host import inference_device
-from .settings import START_OF_NEW_NODES, Settings
 
 DEFAULT = Settings()
+#: Not the default of Settings, which an API graph gets: for the same time fewer dense steps and a
+#: higher density are truer (docs/experiments.md, Dense steps for the same time).
+START_OF_NEW_NODES = 0.1
 
 
 class SpargeAttention(io.ComfyNode):
@@ -66,13 +70,32 @@ class SpargeAttention(io.ComfyNode):
         mode: io.DynamicCombo.Type | str = DEFAULT.mode,
         **widgets: Any,
     ) -> io.NodeOutput:
-        settings = Settings.of_inputs(mode, widgets)
+        settings = settings_of(mode, widgets)
         node_id = cls.hidden.unique_id if cls.hidden else None
-        hook = Hook(settings, node_id)
-        hook.prepare_kernels(inference_device())
+        prepare_kernels(inference_device(), node_id)
         patched = model.clone()
-        hook.install(patched)
+        Hook(settings, node_id).install(patched)
         return io.NodeOutput(patched)
+
+
+def settings_of(mode: Any, inputs: dict[str, Any]) -> Settings:
+    """Settings of what the server hands to the node, which it has not looked at where it comes
+    through a link. What `mode` shows comes nested in it from the browser (`mode.topk`), and beside
+    it from API graphs (`topk`). What is None was not given, and what is no widget is left out, as
+    the server does."""
+    given = {name.removeprefix("mode."): value for name, value in inputs.items()}
+    nested = mode if isinstance(mode, dict) else {"mode": mode}
+    given |= {name: value for name, value in nested.items() if value is not None}
+    kinds: dict[str, Any] = {field.name: type(field.default) for field in fields(Settings)}
+    known = {name: value for name, value in given.items() if name in kinds}
+    return Settings(**{n: _made(kinds[n], x) for n, x in known.items() if x is not None})
+
+
+def _made(kind: Any, value: Any) -> Any:
+    """Value of a kind; what cannot be made one stays as it is, and is refused with its name."""
+    with suppress(TypeError, ValueError, OverflowError):
+        return kind(value)
+    return value
 
 
 def _widget(kind: Any, name: str, tooltip: str, **options: Any) -> Any:

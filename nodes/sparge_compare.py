@@ -13,7 +13,7 @@ from comfy_api.latest import io, ui
 from torch import Tensor
 from torch.nn.functional import conv2d
 
-from .host import show_on_node
+from .comfyui import show_on_node
 
 #: Factor that makes differences visible.
 AMPLIFIED = 4

@@ -9,8 +9,8 @@ from comfy_api.latest import io, ui
 
 from ..sparge.session import details, verdict
 from . import picture
+from .comfyui import show_on_node
 from .hook import hook_of
-from .host import show_on_node
 
 NO_NODE = "This model did not go through Sparge Attention, so there is nothing to report."
 NO_RUN = (

@@ -105,7 +105,7 @@ class Recorder:
 def reports() -> Iterator[list[dict[str, Any]]]:
     """Collects what every run inside reports, as numbers."""
     collected: list[dict[str, Any]] = []
-    report, session = pack("nodes.report"), pack("sparge.session")
+    report, session = pack("nodes.comfyui"), pack("sparge.session")
     publish = report.publish
 
     def collect(result: Any, node_id: str | None) -> None:

@@ -171,17 +171,6 @@ def test_a_bad_block_list_is_refused_with_advice(server):
     assert "dense_blocks contains 'first'" in error["details"]
 
 
-def test_a_model_that_is_not_there_is_refused_with_advice(server):
-    """Without the list of all models, which is what ComfyUI says otherwise."""
-    load = {"model_name": "gone.safetensors", "weight_dtype": "default"}
-    prompt = graph("wan", **ALL_WIDGETS)
-    prompt["1"] = {"class_type": "SpargeCogVideoXLoad", "inputs": load}
-    status, answer = server.post("/prompt", {"prompt": prompt})
-    assert status == 400
-    (error,) = answer["node_errors"]["1"]["errors"]
-    assert "gone.safetensors is not in models/diffusion_models. Load CogVideoX" in error["details"]
-
-
 def test_two_clips_are_compared(server):
     """Clips of other lengths too; the second is half as bright."""
     clips = {

@@ -273,7 +273,7 @@ def backend(
 def runs(load_pack: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, bool]]:
     """The (run, stopped) of every run that ends."""
     seen: list[tuple[Any, bool]] = []
-    run_class = load_pack("nodes.run_state").Run
+    run_class = load_pack("nodes.run").Run
     made = run_class.report
 
     def report(run: Any, stopped: bool = False) -> Any:

@@ -8,7 +8,6 @@ import itertools
 import weakref
 from collections import Counter
 from contextlib import contextmanager
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -53,7 +52,7 @@ def test_the_last_dense_step_is_measured_or_the_first_of_all(
 
 def test_what_outlives_a_call_is_made_between_calls(load_pack, sampled, step, monkeypatch):
     inside, made = [], Counter()
-    forward = load_pack("nodes.forward").Forward
+    forward = load_pack("nodes.run").Forward
     attend = forward.attend
 
     def watched(owner, name):
@@ -92,14 +91,13 @@ def test_calls_for_one_head_at_a_time(sampled, generator, mode, start):
     tokens."""
     text, heads, layers = 24, 6, 2
     clip = torch.randn(1, text + TOKENS, 64, generator=generator)
-    blocks = [SimpleNamespace(attn=SimpleNamespace(heads=heads))] * layers
 
     def step(attend):
         for _ in range(layers * heads):
             attend(clip, clip, clip, 1)
 
     got = sampled(
-        step, DENSE_THEN_SPARSE, network("MiniMaxH3Model", blocks=blocks),
+        step, DENSE_THEN_SPARSE, network("MiniMaxH3Model", num_heads=heads, blocks=range(layers)),
         context=torch.zeros(1, text, 8), mode=mode, topk=0.7, start_percent=start,
     )  # fmt: skip
     a_pass, passes = layers * heads, len(DENSE_THEN_SPARSE)
@@ -137,7 +135,7 @@ def test_what_other_calls_do_without_is_allocated_untracked(
             attend(part, part, part, HEADS // chunks)
 
     monkeypatch.setattr(load_pack("sparge.session.report").PassRecord, "__setattr__", noted)
-    monkeypatch.setattr(load_pack("nodes.run_state"), "untracked_allocations", context)
+    monkeypatch.setattr(load_pack("nodes.run"), "untracked_allocations", context)
     auto, model = mode != "manual", network(blocks=range(10 * BLOCKS))
     got = sampled(step, [0.9, 0.5] if auto else [0.5], model, mode=mode)
     assert got.counts.sparse == 10 * BLOCKS * chunks
@@ -161,7 +159,7 @@ def test_a_prompt_that_is_twice_in_a_batch_is_measured_once(
 @pytest.fixture
 def dense_calls(load_pack, monkeypatch):
     """Results of the dense attention under the node, as a list; set `.error` to raise it."""
-    forward = load_pack("nodes.forward").Forward
+    forward = load_pack("nodes.run").Forward
     attend = forward.attend
 
     class Results(list):

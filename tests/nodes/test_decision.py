@@ -13,7 +13,7 @@ def decision(load_pack):
 
 @pytest.fixture(scope="module")
 def settings(load_pack):
-    return load_pack("nodes.settings").Settings
+    return load_pack("sparge.session").Settings
 
 
 @pytest.fixture(scope="module")

@@ -68,7 +68,7 @@ def test_the_dense_steps_are_in_eight_bits_and_measured(timed, run, load_pack, q
     for each, eight_bit in ((got, BLOCKS), (exact, 0)):
         counts = each.counts
         assert (counts.eight_bit, counts.dense, counts.sparse) == (eight_bit, BLOCKS, 2 * BLOCKS)
-    assert set(names) == {load_pack("nodes.host").exact_backend().name}
+    assert set(names) == {load_pack("nodes.comfyui").exact_backend().name}
     sparge = load_pack("sparge")
     dense = sparge.attention(*qkv, sparge.SparsePolicy(topk=1.0), out_layout="NHD").flatten(2)
     assert torch.equal(got.given[0], torch.cat([dense] * 2)), "cond and uncond"
@@ -177,8 +177,10 @@ def test_short_runs_that_do_not_pay_are_in_eight_bits(timed, run):
 @pytest.fixture
 def on_gpu(load_pack, monkeypatch):
     """Kernels are there, and runs test them."""
+    comfyui = load_pack("nodes.comfyui")
+    monkeypatch.setattr(comfyui, "capabilities", lambda device: SimpleNamespace(usable=True))
     ready = SimpleNamespace(wait=lambda check: None)
-    monkeypatch.setattr(load_pack("nodes.hook").Hook, "prepare_kernels", lambda *_: ready)
+    monkeypatch.setattr(comfyui, "warm_up", lambda *_: ready)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no kernel image"), NotImplementedError("sage")])
@@ -229,7 +231,7 @@ def test_wrong_kernels_keep_every_run_exact_and_are_told(
 
 
 def test_a_backend_is_named_with_its_version_and_pytorchs_order(load_pack, monkeypatch):
-    host = load_pack("nodes.host")
+    host = load_pack("nodes.comfyui")
 
     def attention_pytorch(): ...
 

@@ -65,7 +65,7 @@ def test_attention_stays_dense_where_no_target_compiles(load_pack, refusing, war
 
 def test_the_filter_is_used_again(load_pack, refusing, warmed):
     fitted = load_pack("sparge.session.settings").fitted
-    policy = load_pack("nodes.settings").Settings(pvthreshd=15.0).policy()
+    policy = load_pack("sparge.session").Settings(pvthreshd=15.0).policy()
     refusing("attend_hopper")
     assert not fitted(policy, GPU).pv_filter
     warmed()

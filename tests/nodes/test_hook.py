@@ -208,7 +208,7 @@ def test_a_failing_report_does_not_hide_the_result(load_pack, run, monkeypatch):
     def fail(*args):
         raise RuntimeError("no report")
 
-    monkeypatch.setattr(load_pack("nodes.report"), "publish", fail)
+    monkeypatch.setattr(load_pack("nodes.comfyui"), "publish", fail)
     assert run().given[0].shape == (2, TOKENS, HEADS * 64)
 
 

@@ -15,7 +15,7 @@ WAN: dict[str, Any] = {"patch_size": (1, 2, 2), "blocks": [0] * 30}
 
 @pytest.fixture
 def module(load_pack):
-    return load_pack("nodes.layer_counter")
+    return load_pack("nodes.layers")
 
 
 @pytest.fixture
@@ -201,12 +201,12 @@ class Model:
         self.tokens = tokens
         self.seen: list[tuple[int, int]] = []
 
-    def __call__(self, options: dict[str, Any], key: str) -> None:
+    def __call__(self, options: dict[str, Any], counter: Any) -> None:
         replaced = options.get("patches_replace", {}).get("dit", {})
         for block in range(5):
 
             def run(args: dict[str, Any], block: int = block) -> dict[str, Any]:
-                self.seen.append((block, options[key].next(options, self.tokens, HEADS).number))
+                self.seen.append((block, counter.next(options, self.tokens, HEADS).number))
                 return args
 
             if ("double_block", block) in replaced:
@@ -237,9 +237,9 @@ def through(args: dict[str, Any], extra: dict[str, Any]) -> Any:
 def test_replaced_blocks_keep_the_numbers_of_the_others(module, ltx, patches, blocks):
     """ComfyUI's skip-layer guidance."""
     replaced, given = module.ReplacedBlocks(), {"patches_replace": {"dit": patches, "other": 1}}
-    options = {**replaced.told(given), module.COUNTER_KEY: ltx}
+    options = {**replaced.told(given), module.FORWARD_KEY: SimpleNamespace(layers=ltx)}
     model = Model(ltx.layout.grid_tokens)
-    model(options, module.COUNTER_KEY)
+    model(options, ltx)
     assert model.seen == [(block, block) for block in blocks]
     assert options["patches_replace"]["other"] == 1
     assert given == {"patches_replace": {"dit": patches, "other": 1}}, "as it was given"
@@ -254,7 +254,7 @@ def test_a_replacement_runs_under_its_number_whatever_was_counted(module, ltx):
     patches = {("double_block", 3): lambda args, _: seen.append(ltx.calls)}
     told = module.ReplacedBlocks().told({"patches_replace": {"dit": patches}})
     patch = told["patches_replace"]["dit"]["double_block", 3]
-    patch({"transformer_options": {module.COUNTER_KEY: ltx}}, {})
+    patch({"transformer_options": {module.FORWARD_KEY: SimpleNamespace(layers=ltx)}}, {})
     assert seen == [3] and ltx.calls == 4
     patch({"img": 1}, {})
     assert len(seen) == 2, "told nothing, it runs all the same"

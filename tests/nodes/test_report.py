@@ -35,7 +35,7 @@ def result(load_pack):
         } | changes  # fmt: skip
         counts = report.Counts(**facts | {"reasons": Counter(facts["reasons"])})
         densities = report.Densities(0.44, 0.25, by_step.nanmean(0), by_step, layers)
-        time, words = report.RunTime({}, saved, is_foretold), load_pack("nodes.words").WORDS
+        time, words = report.RunTime({}, saved, is_foretold), load_pack("nodes.run").WORDS
         return report.Report(counts, aim, densities, heads, time, words, **of_run)
 
     return make
@@ -63,7 +63,7 @@ def published(load_pack, caplog):
 
     def of(result, node=None):
         with caplog.at_level(logging.INFO, "sparge"):
-            load_pack("nodes.report").publish(result, node)
+            load_pack("nodes.comfyui").publish(result, node)
         (record,) = caplog.records
         return record
 
@@ -215,7 +215,7 @@ def test_one_line_in_the_log_and_the_verdict_on_the_node(result, published, monk
 
 def test_notes_appear_once(load_pack):
     sampling = SimpleNamespace(percent_to_sigma=lambda percent: 1 - percent)
-    run = load_pack("nodes.run_state").Run(load_pack("nodes.settings").Settings(), sampling, None)
+    run = load_pack("nodes.run").Run(load_pack("sparge.session").Settings(), sampling, None)
     run.note("remove one")
     run.note("remove one")
     assert run.report().notes == ("remove one",)
@@ -357,7 +357,7 @@ def test_the_report_shows_itself(ran, result, report, load_pack, monkeypatch):
 
 
 def test_lines_on_a_node_end_where_their_breaks_are_shown_as_spaces(load_pack):
-    told_apart = load_pack("nodes.host").told_apart
+    told_apart = load_pack("nodes.comfyui").told_apart
     assert told_apart("2.7x faster: 34 s, not 91 s\n20 % computed") == (
         "2.7x faster: 34 s, not 91 s.\n20 % computed"
     )

@@ -107,7 +107,7 @@ def test_sliders_and_ranges(widgets):
 
 
 def test_settings_have_the_defaults(load_pack):
-    assert dataclasses.asdict(load_pack("nodes.settings").Settings()) == WIDGETS
+    assert dataclasses.asdict(load_pack("sparge.session").Settings()) == WIDGETS
     assert list(OF_MODES) == load_pack("sparge.session").MODES
 
 
@@ -150,7 +150,7 @@ GRAPHS = [
 
 @pytest.mark.parametrize(("given", "meant"), GRAPHS)
 def test_flat_and_nested_names_mean_the_same(load_pack, patch, given, meant):
-    wanted = load_pack("nodes.settings").Settings(**{"min_tokens": 4096} | meant)
+    wanted = load_pack("sparge.session").Settings(**{"min_tokens": 4096} | meant)
     found = load_pack("nodes.hook").hook_of(patch(**{"min_tokens": 4096} | given)).settings
     assert found == wanted and type(found.end_percent) is float
 
@@ -185,13 +185,13 @@ def test_the_qualities_are_told_with_their_targets(load_pack, widgets):
     ],
 )
 def test_what_the_modes_ask_for(load_pack, widgets, aim):
-    found = load_pack("nodes.settings").Settings(**widgets).aim
+    found = load_pack("sparge.session").Settings(**widgets).aim
     assert aim == (found and (found.kind, found.value))
 
 
 def test_measured_heads_keep_a_share_of_blocks(load_pack):
     """A head's density would mean a share of the mass with cdf."""
-    settings = load_pack("nodes.settings").Settings
+    settings = load_pack("sparge.session").Settings
     assert settings(select_by="cdf").policy().select_by == "cdf"
     assert settings(select_by="cdf", mode="auto budget").policy().select_by == "topk"
 

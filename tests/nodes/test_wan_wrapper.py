@@ -155,7 +155,7 @@ def node(load_pack: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., WanPa
 def results(load_pack: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What each run told when it was over."""
     seen: list[Any] = []
-    report = load_pack("nodes.report")
+    report = load_pack("nodes.comfyui")
     monkeypatch.setattr(report, "publish", lambda result, node_id: seen.append(result))
     return seen
 
@@ -294,7 +294,7 @@ def test_a_node_that_sets_another_mode_is_told(
 def test_without_kernels_the_model_is_handed_on(load_pack, model, node, monkeypatch) -> None:
     told: list[str] = []
     module = load_pack("nodes.sparge_wan_wrapper")
-    monkeypatch.setattr(module.host, "show_on_node", lambda node_id, text: told.append(text))
+    monkeypatch.setattr(module.comfyui, "show_on_node", lambda node_id, text: told.append(text))
     plain = model()
     assert node(plain) is plain
     (text,) = told

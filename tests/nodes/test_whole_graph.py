@@ -67,7 +67,7 @@ def test_any_other_graph_leaves_room(run, compiling):
 def test_replaced_blocks_may_be_in_that_graph(load_pack):
     """They are those of skip-layer guidance, which are told apart for the counter of layers."""
     torch._dynamo.reset()
-    replaced = load_pack("nodes.layer_counter").ReplacedBlocks()
+    replaced = load_pack("nodes.layers").ReplacedBlocks()
     options = {"patches_replace": {"dit": {("double_block", 1): lambda args, _: args["img"] + 1}}}
     patch = replaced.told(options)["patches_replace"]["dit"]["double_block", 1]
 

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests of this pack to the running ComfyUI, all but the node API and those for models."""
+"""Requests of this pack to the running ComfyUI, all but the node API and those for files."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import importlib.metadata
+import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -14,7 +15,11 @@ from typing import Any
 import comfy.model_management
 import torch
 
-from ..sparge.session import Exact
+from ..sparge import capabilities
+from ..sparge.kernels.warmup import warm_up
+from ..sparge.session import Exact, Report, Session, summary, verdict
+
+logger = logging.getLogger("sparge")
 
 #: Wrapper points of comfy.patcher_extension.WrappersMP that this pack uses.
 OUTER_SAMPLE = "outer_sample"
@@ -38,9 +43,27 @@ def inference_device() -> torch.device:
     return comfy.model_management.get_torch_device()
 
 
-def raise_if_interrupted() -> None:
-    """Raises ComfyUI's InterruptProcessingException once the user has pressed Cancel."""
-    comfy.model_management.throw_exception_if_processing_interrupted()
+def prepare_kernels(device: torch.device, node_id: str | None) -> None:
+    """Starts compiling what a device lacks, where kernels can run."""
+    if capabilities(device).usable:
+        warm_up(device, functools.partial(show_on_node, node_id))
+
+
+def await_kernels(run: Session, device: torch.device, node_id: str | None) -> None:
+    """Waits for them, until the user cancels: here ComfyUI does nothing else on the GPU, whose
+    speed may be measured."""
+    if capabilities(device).usable:
+        warmup = warm_up(device, functools.partial(show_on_node, node_id))
+        interrupt = comfy.model_management.throw_exception_if_processing_interrupted
+        run.await_kernels(device, functools.partial(warmup.wait, interrupt))
+
+
+def publish(report: Report, node_id: str | None) -> None:
+    """Tells of a run that is over: two short lines on the node, one long line in the log."""
+    as_meant = report.counts.sparse > 0 or report.stopped_early  # whoever stopped it knows
+    level = logging.INFO if as_meant and not report.notes else logging.WARNING
+    logger.log(level, "[Sparge] %s", summary(report))
+    show_on_node(node_id, verdict(report))
 
 
 def show_on_node(node_id: str | None, text: str) -> None:

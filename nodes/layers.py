@@ -18,8 +18,8 @@ from ..sparge.common.compiling import is_traced_whole, untraced
 from ..sparge.session import UNNUMBERED, Layer, TextPosition
 from .families import ModelLayout
 
-#: Key of transformer_options: the counter of the pass. No dict or list: ComfyUI copies those.
-COUNTER_KEY = "sparge_layers"
+#: Key of transformer_options: the pass, which has the counter.
+FORWARD_KEY = "sparge_forward"
 
 #: Replacement of a block, as ComfyUI calls it: with the block's arguments and itself.
 Patch = Callable[..., Any]
@@ -36,9 +36,6 @@ class LayerCounter:
     _heads_left: int = field(default=0, repr=False)  # of the running layer, whose calls are to come
     _refiners: int = field(default=0, repr=False)  # refiners whose calls came
     _shortened: int | None = field(default=None, repr=False)
-
-    def __deepcopy__(self, memo: object) -> LayerCounter:
-        return self
 
     def next(self, options: Mapping[str, Any], tokens: int, heads: int) -> Layer:
         """Layer of a self-attention call over so many tokens, which is counted."""
@@ -72,12 +69,11 @@ class LayerCounter:
     def _published(self, options: Mapping[str, Any]) -> int | None:
         """Number of the running layer, where ComfyUI says it in transformer_options."""
         index, place = options.get("block_index"), options.get("block")
-        counts = self.layout.counts
         if isinstance(place, tuple):  # U-Net blocks, whose index starts again in each module
-            return counts.places.get((*place[:2], index or 0))
+            return self.layout.places.get((*place[:2], index or 0))
         if not isinstance(index, int):
             return None
-        return index + (counts.double if options.get("block_type") == "single" else 0)
+        return index + (self.layout.double if options.get("block_type") == "single" else 0)
 
     def _refiner(self) -> Layer:
         self._refiners += 1
@@ -131,13 +127,10 @@ class ReplacedBlocks:
         return {**options, "patches_replace": {**patches, "dit": dit}}
 
     def _of(self, place: Any, patch: Patch) -> Patch:
-        kind, *numbers = place if isinstance(place, tuple) else (place,)
-        if kind != "double_block" or len(numbers) != 1:
+        if not isinstance(place, tuple) or place[0] != "double_block" or len(place) != 2:
             return patch
-        key = place, id(patch)
-        if key not in self._telling:
-            self._telling[key] = patch, _telling(numbers[0], patch)  # what has an id must live
-        return self._telling[key][1]
+        # What has an id must live.
+        return self._telling.setdefault((place, id(patch)), (patch, _telling(place[1], patch)))[1]
 
 
 def _telling(layer: int, patch: Patch) -> Patch:
@@ -154,6 +147,6 @@ def _telling(layer: int, patch: Patch) -> Patch:
 
 @untraced
 def _tell(args: Mapping[str, Any], layer: int) -> None:
-    counter = (args.get("transformer_options") or {}).get(COUNTER_KEY)
-    if counter is not None:
-        counter.at(layer)
+    forward = (args.get("transformer_options") or {}).get(FORWARD_KEY)
+    if forward is not None:
+        forward.layers.at(layer)
