@@ -25,11 +25,6 @@ _KNOWN_OPTIONS = {
 _REFERENCES = "reference_image_num_tokens"
 #: Method that classes have whose tensors have no memory of their own.
 _DISPATCH = "__torch_dispatch__"
-#: Arguments of ComfyUI's functions for attention, in their order, and their defaults.
-_ARGUMENTS: Mapping[str, Any] = {
-    "q": None, "k": None, "v": None, "heads": None, "mask": None, "attn_precision": None,
-    "skip_reshape": False, "skip_output_reshape": False,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -59,16 +54,14 @@ class AttentionCall(GivenCall):
         be (B, S, H, D) as well. The result is (B, S, H*D), or (B, H, S, D) when
         ``skip_output_reshape``, in q's dtype.
         """
-        given = dict(zip(_ARGUMENTS, args, strict=False))
-        options = {name: value for name, value in kwargs.items() if name not in _ARGUMENTS}
-        named = {name: value for name, value in kwargs.items() if name in _ARGUMENTS}
-        if len(args) > len(_ARGUMENTS) or given.keys() & named.keys():
+        try:
+            q, k, v, heads, mask, skip_reshape, skip_output_reshape, options = _named(
+                *args, **kwargs
+            )
+        except TypeError:
             return None
-        q, k, v, heads, mask, _, skip_reshape, skip_output_reshape = {
-            **_ARGUMENTS, **given, **named
-        }.values()  # fmt: skip
-        tensors = [x for x in (q, k, v, mask) if x is not None]
-        if len(tensors) < 3 or not isinstance(heads, int) or not all(map(_is_plain, tensors)):
+        tensors = (q, k, v) if mask is None else (q, k, v, mask)
+        if not isinstance(heads, int) or not all(map(_is_plain, tensors)):
             return None
         # Plain tensors: a GGUF loader's class, which changes new_empty, clone and shape, passes
         # from the weights of a norm to q and k when DynamicVRAM loads the model.
@@ -117,6 +110,21 @@ class AttentionCall(GivenCall):
         entries, *same, keys = self.mask.shape if self.mask.ndim > 2 else (1, *self.mask.shape)
         of_batch = entries in (1, self.call.q.shape[0]) and keys == self.call.k.shape[2]
         return self.mask if of_batch and set(same) == {1} else None
+
+
+def _named(
+    q: Any,
+    k: Any,
+    v: Any,
+    heads: Any,
+    mask: Any = None,
+    attn_precision: Any = None,
+    skip_reshape: Any = False,
+    skip_output_reshape: Any = False,
+    **options: Any,
+) -> tuple[Any, ...]:
+    """Arguments as ComfyUI's functions for attention have them."""
+    return q, k, v, heads, mask, skip_reshape, skip_output_reshape, options
 
 
 def _is_plain(x: object) -> bool:

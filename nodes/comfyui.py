@@ -7,11 +7,13 @@ import contextlib
 import functools
 import importlib.metadata
 import logging
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import comfy.ldm.modules.attention as attention
 import comfy.model_management
 import torch
 
@@ -21,10 +23,6 @@ from ..sparge.session import Exact, Report, Session, summary, verdict
 
 logger = logging.getLogger("sparge")
 
-#: Wrapper points of comfy.patcher_extension.WrappersMP that this pack uses.
-OUTER_SAMPLE = "outer_sample"
-APPLY_MODEL = "apply_model"
-PREDICT_NOISE = "predict_noise"
 #: Packages that ComfyUI's functions for attention call.
 _PACKAGES = {
     "attention_sage": "sageattention", "attention_xformers": "xformers",
@@ -58,8 +56,22 @@ def await_kernels(run: Session, device: torch.device, node_id: str | None) -> No
         run.await_kernels(device, functools.partial(warmup.wait, interrupt))
 
 
+def end_run(run: Session, stopped: bool, node_id: str | None) -> Report | None:
+    """Ends a run and tells of it; None where that fails, for the run's own outcome, good or bad,
+    matters more."""
+    try:
+        report = run.report(stopped)
+        publish(report, node_id)
+        return report
+    except Exception:
+        logger.exception("[Sparge] the report failed")
+        return None
+    finally:
+        run.end()
+
+
 def publish(report: Report, node_id: str | None) -> None:
-    """Tells of a run that is over: two short lines on the node, one long line in the log."""
+    """Tells of a run: two short lines on the node, one long line in the log."""
     as_meant = report.counts.sparse > 0 or report.stopped_early  # whoever stopped it knows
     level = logging.INFO if as_meant and not report.notes else logging.WARNING
     logger.log(level, "[Sparge] %s", summary(report))
@@ -81,11 +93,7 @@ def show_on_node(node_id: str | None, text: str) -> None:
 def told_apart(text: str) -> str:
     """The lines of a text, ended like sentences but for the last and those before a bracket: Nodes
     2.0 shows breaks between lines as spaces."""
-    lines = text.rstrip().split("\n")
-    for number, following in enumerate(lines[1:]):
-        if not lines[number].endswith((".", ":", ";", "!", "?")) and following[:1] != "(":
-            lines[number] += "."
-    return "\n".join(lines)
+    return re.sub(r"(?<![.:;!?])\n(?!\()", ".\n", text.rstrip())
 
 
 def untracked_allocations() -> AbstractContextManager[None]:
@@ -98,16 +106,12 @@ def untracked_allocations() -> AbstractContextManager[None]:
 
 def exact_attention() -> Callable[..., torch.Tensor]:
     """ComfyUI's own function for exact attention, as its start options chose it."""
-    import comfy.ldm.modules.attention as attention
-
     return attention.optimized_attention
 
 
 def is_own_backend(override: Callable[..., Any]) -> bool:
     """Whether an override is what ComfyUI itself makes of one of its functions for attention
     (*Model Attention Backend*)."""
-    import comfy.ldm.modules.attention as attention
-
     cells = getattr(override, "__closure__", None) or ()
     if getattr(override, "__module__", "") != "comfy.model_patcher" or len(cells) != 1:
         return False

@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Model families: facts that models do not publish.
 
-They are the token grid, where text stands, and how many layers they have. To add a family, add a
-row to FAMILIES under the class name of its diffusion model (docs/developing.md has all steps). A
-model without a row works too; its tokens are then all alike to the policy, and the end-of-run line
-says so.
+They are the token grid, what stands beside it in a self-attention sequence (text, and reference
+images), and how many layers they have. To add a family, add a row to FAMILIES under the class name
+of its diffusion model (docs/developing.md has all steps). A model without a row works too; its
+tokens are then all alike to the policy, and the end-of-run line says so.
+
+Text is before or after the grid and always exact. A reference of the grid's own frame size is more
+frames of the grid. One of another size is exact before the grid, and after it keeps its tokens in
+the order they come. A wrong guess does no harm: whatever the order, each token is itself.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,8 +22,164 @@ from torch import Tensor
 
 from ..sparge import TokenGrid
 from ..sparge.session import TextPosition, TokenLayout
-from . import off_grid
-from .off_grid import ModelInputs, OffGrid, Patch, in_patches
+
+Patch = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class OffGrid:
+    """Tokens before and after the frames, and reference frames around those of the clip."""
+
+    before: int = 0
+    after: int = 0
+    first_frames: int = 0
+    """Reference frames before the clip: their keys are never dropped."""
+    last_frames: int = 0
+    tail: int = 0
+    """Tokens behind the frames that lie on no grid of theirs."""
+    loose_frames: int = 0
+    """Last frames of the grid, of which the model may leave tokens out."""
+    columns: int = 0
+    """Columns of tokens to the right of the clip, of an image that lies there."""
+
+    def around(self, grid: tuple[int, int, int]) -> TokenGrid:
+        frames, height, width = grid
+        frames += self.first_frames + self.last_frames
+        width += self.columns
+        return TokenGrid(
+            frames, height, width, self.before, self.after, self.first_frames, self.tail
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class ModelInputs:
+    """Inputs of the model: its token grid and patch, text (batch, tokens, width), the rest."""
+
+    grid: tuple[int, int, int]
+    patch: Patch
+    context: Any
+    extras: Mapping[str, Any]
+
+    @property
+    def text(self) -> int:
+        """Number of tokens of text, of all encoders (HunyuanVideo has up to three)."""
+        others = (self.extras.get(name) for name in ("txt_byt5", "clip_fea"))
+        return sum(map(length, (self.context, *others)))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a further input; () when it is not given."""
+        found = self.extras.get(name)
+        return tuple(found.shape) if isinstance(found, Tensor) else ()
+
+    def latents(self, *names: str, padded: bool = True) -> list[Patch]:
+        """Tokens along (time, height, width) of each latent of further inputs. padded: a patch that
+        the latent fills in part counts."""
+        found = [self.extras[name] for name in names if self.extras.get(name) is not None]
+        several = [y for x in found for y in (x if isinstance(x, list | tuple) else (x,))]
+        return [in_patches(latent.shape[2:], self.patch, padded) for latent in several]
+
+    def around(self, first: Sequence[Patch], last: Sequence[Patch], before: int = 0) -> OffGrid:
+        """Tokens off the grid: text, then latents before the clip and others behind it."""
+        if any(size[1:] != self.grid[1:] for size in first):
+            before, first = before + sum(map(math.prod, first)), ()
+        fitting = 0
+        while fitting < len(last) and last[fitting][1:] == self.grid[1:]:
+            fitting += 1
+        return OffGrid(
+            before,
+            first_frames=sum(time for time, *_ in first),
+            last_frames=sum(time for time, *_ in last[:fitting]),
+            tail=sum(map(math.prod, last[fitting:])),
+        )
+
+
+def pixel_dit(model: Any, inputs: ModelInputs) -> OffGrid:
+    """PixelDiT: no more of the prompt than the model has places for."""
+    return OffGrid(before=min(inputs.text, model.txt_max_length))
+
+
+def mochi(model: Any, inputs: ModelInputs) -> OffGrid:
+    """Mochi: the prompt's real tokens, without its padding."""
+    return OffGrid(after=int(inputs.extras.get("num_tokens", inputs.text)))
+
+
+def wan(model: Any, inputs: ModelInputs) -> OffGrid:
+    """Wan: no text; a reference frame before the clip, further latents behind it."""
+    has_place = getattr(model, "ref_conv", None) is not None
+    first = inputs.latents("reference_latent", padded=False) if has_place else []
+    return inputs.around(first, inputs.latents("time_dim_concat", "context_latents"))
+
+
+def ltx(model: Any, inputs: ModelInputs) -> OffGrid:
+    """LTX: guides are the last frames of the latent; of small ones the model leaves tokens out."""
+    shape = inputs.shape("keyframe_idxs")  # (batch, axes, tokens, ends)
+    guides = shape[2] if len(shape) > 2 else 0
+    frames, height, width = inputs.grid
+    return OffGrid(loose_frames=min(frames - 1, guides // (height * width)))
+
+
+def next_dit(model: Any, inputs: ModelInputs) -> OffGrid:
+    """Z-Image and Lumina 2: prompts, what a vision model saw of the images to edit, those, and the
+    picture. Z-Image fills up each of them to whole 32 tokens."""
+    step = getattr(model, "pad_tokens_multiple", None) or 1
+    images = inputs.latents("ref_latents", padded=False)
+    before, images_tokens = [inputs.text], list(map(math.prod, images))
+    if images:
+        prompts = list(map(length, inputs.extras.get("ref_contexts") or ()))
+        before += prompts + [1] * (len(images) - len(prompts))
+    if images and getattr(model, "siglip_embedder", None) is not None:
+        seen = [math.prod(x.shape[1:3]) for x in inputs.extras.get("siglip_feats") or ()]
+        seen = seen[: len(images)]
+        before += seen + [1] * (len(images) + 1 - len(seen))
+    if any(tokens % step for tokens in images_tokens):
+        before, images = before + images_tokens, []
+    exact = sum(tokens + -tokens % step for tokens in before)
+    return replace(inputs.around(images, (), exact), tail=-math.prod(inputs.grid) % step)
+
+
+def krea(model: Any, inputs: ModelInputs) -> OffGrid:
+    """Krea 2: takes images to edit where model or conditioning says how."""
+    method = inputs.extras.get("ref_latents_method", getattr(model, "default_ref_method", None))
+    images = inputs.latents("ref_latents") if method is not None else ()
+    return inputs.around((), images, inputs.text)
+
+
+def minimax(model: Any, inputs: ModelInputs) -> OffGrid:
+    """MiniMax H3: text, key frames and references with their sound, the clip's sound, the clip."""
+    packed = (inputs.extras.get("minimax_payload") or {}).get("layout")
+    return OffGrid(before=packed.segments[-1][0] if packed else inputs.text)
+
+
+def hidream(model: Any, inputs: ModelInputs) -> OffGrid:
+    """HiDream: the image to edit beside the picture; T5's text last, then Llama's last layer and
+    the one of this block."""
+    llama, image = inputs.shape("encoder_hidden_states_llama3"), inputs.shape("image_cond")
+    after = inputs.text + 2 * sum(llama[-2:-1])
+    return OffGrid(after=after, columns=sum(image[-1:]) // inputs.patch[2])
+
+
+def pose_branch(inputs: ModelInputs) -> tuple[TokenGrid, ...]:
+    """Branch of Wan Animate 2: sequences of the poses' own frames."""
+    return tuple(TokenGrid(*size) for size in inputs.latents("pose_latents") if min(size) > 0)
+
+
+def refined(inputs: ModelInputs) -> tuple[TokenGrid, ...]:
+    """Sequences of the refiners of OmniGen2 and Boogu: the picture, and the images to edit."""
+    images = inputs.latents("ref_latents")
+    of_images = [TokenGrid(*images[0], tail=sum(map(math.prod, images[1:])))] if images else []
+    return (TokenGrid(*inputs.grid), *of_images)
+
+
+def length(value: Any) -> int:
+    """Number of tokens of (batch, tokens, width)."""
+    return value.shape[1] if isinstance(value, Tensor) and value.ndim > 1 else 0
+
+
+def in_patches(cells: Sequence[int], patch: Patch, padded: bool = True) -> Patch:
+    """Tokens along (time, height, width) of latent cells along ([time,] height, width)."""
+    whole = math.ceil if padded else math.floor
+    time, height, width = (whole(c / p) for c, p in zip((1, *cells)[-3:], patch, strict=True))
+    return (time, height, width)
 
 
 def _patch(model: Any) -> Patch:
@@ -43,8 +204,12 @@ class Family:
 
     name: str
     text: TextPosition
+    first: tuple[str, ...] = ()
+    """Inputs of the model whose latents stand before the clip, behind the text."""
+    last: tuple[str, ...] = ()
+    """Likewise of those behind the clip."""
     off_grid: Callable[[Any, ModelInputs], OffGrid] | None = None
-    """Tokens that stand beside the grid, from the model and its inputs."""
+    """Tokens that stand beside the grid, from the model and its inputs, where that is not all."""
     patch: Callable[[Any], Patch] = _patch
     """Latent cells per token along (time, height, width)."""
     left_out_key: str | None = None
@@ -55,48 +220,59 @@ class Family:
     """Whether each frame of the grid attends on its own, to the whole grid and to what belongs to
     it."""
 
+    def beside(self, model: Any, inputs: ModelInputs) -> OffGrid:
+        """Tokens that stand beside the grid."""
+        if self.off_grid is not None:
+            return self.off_grid(model, inputs)
+        before = inputs.text if self.text is TextPosition.FIRST else 0
+        after = inputs.text if self.text is TextPosition.LAST else 0
+        first, last = inputs.latents(*self.first), inputs.latents(*self.last)
+        return replace(inputs.around(first, last, before), after=after)
+
 
 _FIRST, _LAST, _NONE = TextPosition.FIRST, TextPosition.LAST, TextPosition.NONE
-_WAN_OF_TIME = Family("Wan", _NONE, off_grid.wan_of_time)
-_WAN_HUMO = Family("Wan", _NONE, off_grid.wan_humo)
+_WAN_OF_TIME = Family("Wan", _NONE, last=("time_dim_concat",))
+_WAN_HUMO = Family("Wan", _NONE, last=("time_dim_concat", "reference_latent"))
+_OMNIGEN2 = Family("OmniGen2", _FIRST, ("ref_latents",), branches=refined)
+_FLUX = Family("Flux", _FIRST, last=("ref_latents",))
 
 #: Rows by class name, so that nothing here imports a model; subclasses inherit their parent's row.
 FAMILIES: Mapping[str, Family] = {
-    "AsymmDiTJoint": Family("Mochi", _LAST, off_grid.mochi),
-    "CogVideoXTransformer3DModel": Family("CogVideoX", _FIRST, off_grid.text_first),
-    "WanModel": Family("Wan", _NONE, off_grid.wan),
+    "AsymmDiTJoint": Family("Mochi", _LAST, off_grid=mochi),
+    "CogVideoXTransformer3DModel": Family("CogVideoX", _FIRST),
+    "WanModel": Family("Wan", _NONE, off_grid=wan),
     "VaceWanModel": _WAN_OF_TIME,
     "CameraWanModel": _WAN_OF_TIME,
-    "WanModel_S2V": _WAN_HUMO,
+    "WanModel_S2V": _WAN_HUMO,  # with what came before it last
     "HumoWanModel": _WAN_HUMO,
-    "SCAILWanModel": Family("Wan", _NONE, off_grid.wan_scail),
-    "WanAnimate2Model": Family("Wan", _NONE, branches=off_grid.pose_branch, frame_by_frame=True),
-    "HunyuanVideo": Family("HunyuanVideo", _FIRST, off_grid.hunyuan),
-    "LTXBaseModel": Family("LTXV", _NONE, off_grid.ltx, _one_cell),
-    "LTXAVModel": Family("LTXV", _NONE, off_grid.ltx, _one_cell, "stg_self_attn_blocks"),
+    "SCAILWanModel": Family(
+        "Wan", _NONE, ("reference_latent",), ("time_dim_concat", "pose_latents")
+    ),
+    "WanAnimate2Model": Family("Wan", _NONE, branches=pose_branch, frame_by_frame=True),
+    "HunyuanVideo": Family("HunyuanVideo", _FIRST, ("ref_latent",)),
+    "LTXBaseModel": Family("LTXV", _NONE, off_grid=ltx, patch=_one_cell),
+    "LTXAVModel": Family(
+        "LTXV", _NONE, off_grid=ltx, patch=_one_cell, left_out_key="stg_self_attn_blocks"
+    ),
     "Kandinsky5": Family("Kandinsky 5", _NONE),
-    "Flux": Family("Flux", _FIRST, off_grid.edits_last),
-    "Chroma": Family("Chroma", _FIRST, off_grid.text_first),
-    "OpenAISignatureMMDITWrapper": Family("SD3", _FIRST, off_grid.text_first),
+    "Flux": _FLUX,
+    "Chroma": Family("Chroma", _FIRST),
+    "OpenAISignatureMMDITWrapper": Family("SD3", _FIRST),
     "GeneralDIT": Family("Cosmos", _NONE),
     "MiniTrainDIT": Family("Cosmos Predict2", _NONE),
     "Anima": Family("Anima", _NONE),
-    "HiDreamImageTransformer2DModel": Family("HiDream", _LAST, off_grid.hidream),
-    "MiniMaxH3Model": Family("MiniMax H3", _FIRST, off_grid.minimax),
-    "SingleStreamDiT": Family("Krea 2", _FIRST, off_grid.krea),
-    "OmniGen2Transformer2DModel": Family(
-        "OmniGen2", _FIRST, off_grid.edits_first, branches=off_grid.refined
-    ),
-    "BooguTransformer2DModel": Family(
-        "Boogu", _FIRST, off_grid.edits_first, branches=off_grid.refined
-    ),
-    "MageFlowTransformer2DModel": Family("MageFlow", _FIRST, off_grid.edits_last),
-    "JoyImageTransformer3DModel": Family("JoyImage", _LAST, off_grid.joy_image),
-    "LensTransformer2DModel": Family("Lens", _LAST, off_grid.text_last, _one_cell),
-    "PixDiT_T2I": Family("PixelDiT", _FIRST, off_grid.pixel_dit),
-    "PidNet": Family("PiD", _FIRST, off_grid.pixel_dit),
-    "NextDiT": Family("Z-Image or Lumina", _FIRST, off_grid.next_dit),
-    "QwenImageTransformer2DModel": Family("Qwen Image", _FIRST, off_grid.edits_last),
+    "HiDreamImageTransformer2DModel": Family("HiDream", _LAST, off_grid=hidream),
+    "MiniMaxH3Model": Family("MiniMax H3", _FIRST, off_grid=minimax),
+    "SingleStreamDiT": Family("Krea 2", _FIRST, off_grid=krea),
+    "OmniGen2Transformer2DModel": _OMNIGEN2,
+    "BooguTransformer2DModel": replace(_OMNIGEN2, name="Boogu"),
+    "MageFlowTransformer2DModel": replace(_FLUX, name="MageFlow"),
+    "JoyImageTransformer3DModel": replace(_FLUX, name="JoyImage", text=_LAST),
+    "LensTransformer2DModel": Family("Lens", _LAST, patch=_one_cell),
+    "PixDiT_T2I": Family("PixelDiT", _FIRST, off_grid=pixel_dit),
+    "PidNet": Family("PiD", _FIRST, off_grid=pixel_dit),
+    "NextDiT": Family("Z-Image or Lumina", _FIRST, off_grid=next_dit),
+    "QwenImageTransformer2DModel": replace(_FLUX, name="Qwen Image"),
 }
 
 #: Remark on sparse runs of a model without a row.
@@ -155,8 +331,8 @@ def token_layout(
     layout = ModelLayout(
         family=names[0],
         remark=UNKNOWN_MODEL,
-        context=off_grid.length(context),
-        prompts=frozenset(map(off_grid.length, sequences)),
+        context=length(context),
+        prompts=frozenset(map(length, sequences)),
         **_layers(model, given),
     )
     if family is None:
@@ -176,7 +352,7 @@ def token_layout(
     if layout.grid is None:
         return layout
     inputs = ModelInputs(layout.grid, patch, context, given)
-    beside = family.off_grid(model, inputs) if family.off_grid else OffGrid()
+    beside = family.beside(model, inputs)
     return replace(
         layout,
         tokens=beside.around(layout.grid),
@@ -195,10 +371,7 @@ def _num_heads(model: Any) -> int | None:
 def _layers(model: Any, extras: Mapping[str, Any]) -> dict[str, Any]:
     """Numbers of a model's layers, as `ModelLayout` has them. extras: what the model is given
     beside latent and text."""
-    places: dict[Place, int] = {}
-    for place in _places(model):
-        places.setdefault(place, len(places))
-    if places:
+    if places := {place: number for number, place in enumerate(_places(model))}:
         return {"blocks": len(places), "places": places}
     lists = [getattr(model, name, None) for name in _BLOCK_LISTS]
     lengths = [len(blocks) for blocks in lists if blocks is not None]
@@ -213,13 +386,10 @@ def _layers(model: Any, extras: Mapping[str, Any]) -> dict[str, Any]:
 
 def _places(model: Any) -> Iterator[Place]:
     """Yields the places of a U-Net's blocks, in the order they run."""
-    sides = {
-        "input": getattr(model, "input_blocks", None) or (),
-        "middle": [getattr(model, "middle_block", None) or ()],
-        "output": getattr(model, "output_blocks", None) or (),
-    }
-    for side, modules in sides.items():
+    sides = "input", "middle", "output"
+    for side in sides if hasattr(model, "middle_block") else ():
+        modules = [model.middle_block] if side == "middle" else getattr(model, f"{side}_blocks")
         for number, module in enumerate(modules):
-            for layer in module:
-                for index, _ in enumerate(getattr(layer, "transformer_blocks", ())):
-                    yield side, number, index
+            # One for each place: SVD has two in a block, over space and over time.
+            blocks = (len(getattr(layer, "transformer_blocks", ())) for layer in module)
+            yield from ((side, number, index) for index in range(max(blocks, default=0)))

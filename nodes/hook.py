@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -17,24 +16,20 @@ from ..sparge.common.compiling import is_traced_whole, untraced
 from ..sparge.session import FAILED, Report, Settings
 from . import comfyui
 from .attention_call import AttentionCall
-from .layers import FORWARD_KEY
 from .override_check import Override
 from .run import Forward, Run
 
-logger = logging.getLogger("sparge")
-
+#: Wrapper point of comfy.patcher_extension.WrappersMP.
+OUTER_SAMPLE = "outer_sample"
 #: Name of our wrappers on a model patcher: a second node replaces the first one's.
 WRAPPER_KEY = "sparge_attention"
 #: Keys of transformer_options. Their values are class instances, because ComfyUI copies dicts and
 #: lists in there.
 RUN_KEY = "sparge_run"
+FORWARD_KEY = "sparge_forward"
 OVERRIDE_KEY = "optimized_attention_override"
 #: Callback key of ComfyUI's own block-sparse node.
 CORE_SPARSE_KEY = "block_sparse_attention"
-
-#: Outcome of errors of ours around a pass.
-NO_PASS = "a pass of the model was computed dense"
-NO_END = "a step was not prepared"
 
 #: Attribute of our overrides that holds their Mark.
 MARK = "__sparge__"
@@ -71,9 +66,9 @@ class Hook:
         ours: Mark | None = getattr(current, MARK, None)
         options[OVERRIDE_KEY] = make_override(self, ours.previous if ours else current)
         for point, wrapper in (
-            (comfyui.OUTER_SAMPLE, self.outer_sample),
-            (comfyui.PREDICT_NOISE, self.predict_noise),
-            (comfyui.APPLY_MODEL, self.apply_model),
+            (OUTER_SAMPLE, self.outer_sample),
+            ("predict_noise", self.predict_noise),
+            ("apply_model", self.apply_model),
         ):
             model.remove_wrappers_with_key(point, WRAPPER_KEY)
             model.add_wrapper_with_key(point, WRAPPER_KEY, wrapper)
@@ -85,11 +80,9 @@ class Hook:
         found, patcher = options.get(OVERRIDE_KEY), guider.model_patcher
         run = Run(
             self.settings,
-            patcher.get_model_object("model_sampling"),
+            patcher,
+            comfyui.step_sigmas(args, kwargs),
             owner=self,
-            schedule=comfyui.step_sigmas(args, kwargs),
-            model=patcher.model,
-            device=patcher.load_device,
             show=partial(comfyui.show_on_node, self.node_id),
         )
         if any(CORE_SPARSE_KEY in by_key for by_key in options.get("callbacks", {}).values()):
@@ -110,15 +103,14 @@ class Hook:
             options.pop(OVERRIDE_KEY, None)
             if found is not None:
                 options[OVERRIDE_KEY] = found
-            self._report(run, stopped=not finished)
-            run.end()
+            self.last = comfyui.end_run(run, not finished, self.node_id)
 
     def predict_noise(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
         """Wraps all forward passes of one evaluation of the model: conditionings, batched or not,
         and context windows."""
         run = executor.class_obj.model_options["transformer_options"].get(RUN_KEY)
         if run is not None and run.owner is self:
-            run.begin_evaluation()
+            run.step += 1
         return executor(*args, **kwargs)
 
     def apply_model(
@@ -138,17 +130,17 @@ class Hook:
         if run is None or run.owner is not self:
             return executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
         forward: Forward | None = None
-        with run.failures.caught(NO_PASS):
+        with run.failures.caught("a pass of the model was computed dense"):
             model = executor.class_obj
             forward = Forward.begin(run, model, x, t, c_crossattn, options, kwargs)
-            options = {**run.replaced_blocks.told(options), FORWARD_KEY: forward}
+            options = {**options, FORWARD_KEY: forward}
             if OVERRIDE_KEY in options:  # one may come after the run began
                 options[OVERRIDE_KEY] = self._reinstalled(options[OVERRIDE_KEY])
         if forward is None:
             run.note(f"passes were dense because of {FAILED}")
         result = executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
         if forward is not None:
-            with run.failures.caught(NO_END):
+            with run.failures.caught("a step was not prepared"):
                 forward.end()
         return result
 
@@ -170,18 +162,10 @@ class Hook:
         mark: Mark | None = getattr(item, MARK, None)
         return mark is not None and mark.hook is self
 
-    def _report(self, run: Run, stopped: bool) -> None:
-        self.last = None  # if this report fails, the one before must not pass for it
-        try:
-            self.last = run.report(stopped)
-            comfyui.publish(self.last, self.node_id)
-        except Exception:  # the run's own outcome, good or bad, matters more than the report
-            logger.exception("[Sparge] the report failed")
-
 
 def hook_of(model: Any) -> Hook | None:
     """Returns the hook that takes part in the sampling of ``model``, if our node was used on it."""
-    for wrapper in model.get_wrappers(comfyui.OUTER_SAMPLE, WRAPPER_KEY):
+    for wrapper in model.get_wrappers(OUTER_SAMPLE, WRAPPER_KEY):
         owner = getattr(wrapper, "__self__", None)
         if isinstance(owner, Hook):
             return owner

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..sparge.session import (
+    UNNUMBERED,
     Dense,
     GivenCall,
     Kind,
@@ -22,14 +23,14 @@ from ..sparge.session import (
     Settings,
     SigmaWindow,
     Step,
+    TextPosition,
     Why,
     Words,
 )
 from ..sparge.session.calls import Decision
 from .attention_call import AttentionCall
 from .comfyui import exact_attention, exact_backend, untracked_allocations
-from .families import token_layout
-from .layers import LayerCounter, ReplacedBlocks
+from .families import ModelLayout, token_layout
 from .override_check import CHANGES, Check, OverrideChecks
 
 #: Reason of a dense call that is unlike all that ComfyUI makes.
@@ -55,26 +56,21 @@ WORDS = Words(
 )
 
 
-def _ignored(text: str) -> None:
-    """Shows nothing."""
-
-
 class Run(Session):
     """One run, shared by its forward passes on every device."""
 
     def __init__(
         self,
         settings: Settings,
-        model_sampling: Any,
+        patcher: Any,
+        schedule: Sequence[float],
         owner: object,
-        schedule: Sequence[float] = (),
-        model: object = None,
-        device: torch.device | None = None,
-        show: Callable[[str], None] = _ignored,
+        show: Callable[[str], None],
     ) -> None:
-        """Starts a run. schedule: noise level of each step, as far as it is known. model, device:
-        what is sampled, and where. show: shows a line under the node."""
-        to_sigma = model_sampling.percent_to_sigma  # in force when sampling starts
+        """Starts a run of a patched model. schedule: noise level of each step, as far as it is
+        known. show: shows a line under the node."""
+        # What is in force when sampling starts.
+        to_sigma = patcher.get_model_object("model_sampling").percent_to_sigma
         super().__init__(
             settings,
             SigmaWindow.of(settings.start_percent, settings.end_percent, to_sigma),
@@ -86,34 +82,25 @@ class Run(Session):
         self.owner = owner
         self.backend_function: str = getattr(exact_attention(), "__name__", "")
         """Name of the function that times of exact calls are of."""
-        self.replaced_blocks = ReplacedBlocks()
         self.override_checks = OverrideChecks(self.failures)
         falls = settings.aim is not None and settings.aim.kind == "budget"
         self.needs_level = falls or not self.window.is_everything
         """Whether a pass has to know its noise level, for which it waits."""
         self.progress = Progress(schedule, show)
-        self._model, self._device = model, device
-        self._evaluations = 0
+        self._model, self._device = patcher.model, patcher.load_device
+        self.step = -1
+        """Number of the evaluation of the model that runs. It counts as a step whatever passes
+        ComfyUI splits it into: those follow from the free memory, and the result must not."""
 
     def __deepcopy__(self, memo: object) -> Run:
         """Itself: other nodes copy the options of a run deeply, and its state is one."""
         return self
 
-    def begin_evaluation(self) -> None:
-        """Begins an evaluation of the model. It counts as a step whatever passes ComfyUI splits it
-        into: those follow from the free memory, and the result must not."""
-        self._evaluations += 1
-
-    @property
-    def step(self) -> int:
-        """Number of the step that passes belong to which begin now."""
-        return max(0, self._evaluations - 1)
-
     def which(self, model: object, device: torch.device) -> int:
         """Number of the model that a pass is of: 0 for what is sampled, wherever it was copied to
         (multi-GPU); else a number for another model, which a guider runs beside it on its device
         (DualModelGuider)."""
-        if self._model is None or model is self._model or device != self._device:
+        if model is self._model or device != self._device:
             return 0
         apart = ", and its heads are measured apart" if self.settings.aim else ""
         self.note(
@@ -121,6 +108,98 @@ class Run(Session):
             f"whatever nodes it went through{apart}"
         )
         return id(model)  # id of objects that outlive the run
+
+
+@dataclass
+class LayerCounter:
+    """Numbers the self-attention calls of one forward pass by layer (transformer block).
+
+    Where ComfyUI says which layer runs it is asked. In other models (LTXV, Mochi, CogVideoX) calls
+    are counted, one self-attention over the grid a layer, or several that have its heads between
+    them, as nodes make them that save memory. A layer whose call does not come would shift all
+    after it: skip-layer guidance replaces layers, STG leaves their self-attention out (of LTXV with
+    sound; without sound it does nothing). Both say so in the options of a pass.
+    """
+
+    layout: ModelLayout
+    calls: int = 0
+    """Calls counted so far: the number of the running layer, in models that publish none."""
+    _of_layer: dict[int, int] = field(default_factory=dict, repr=False)
+    _heads_left: int = field(default=0, repr=False)  # of the running layer, whose calls are to come
+    _refiners: int = field(default=0, repr=False)  # refiners whose calls came
+    _shortened: int | None = field(default=None, repr=False)
+
+    def next(self, options: Mapping[str, Any], tokens: int, heads: int) -> Layer:
+        """Layer of a self-attention call over so many tokens, which is counted."""
+        published = self._published(options)
+        if published is None and self._refiners < self.layout.refiners:
+            return self._refiner()
+        again = published is None and self.calls > 0 and self._is_without_text(tokens)
+        if not again and not self._counts(tokens, published is not None):
+            return self.peek(options)
+        if heads <= self._heads_left:
+            self._heads_left -= heads
+        elif not again:
+            left_out = self._left_out(options)
+            while self.calls in left_out:
+                self.calls += 1
+            self.calls += 1
+            self._heads_left = (self.layout.heads or heads) - heads
+        number = self.calls - 1 if published is None else published
+        earlier = self._of_layer.get(number, 0)
+        self._of_layer[number] = earlier + 1
+        return Layer(number, self.layout.row(number, earlier))
+
+    def peek(self, options: Mapping[str, Any]) -> Layer:
+        """Layer of a call that is not to be counted: the layer's own came before, if any did."""
+        published = self._published(options)
+        counted = self.calls - 1 if self._of_layer else self.calls
+        number = counted if published is None else published
+        row = self.layout.row(number, self._of_layer.get(number, 0))
+        return Layer(number, row, beside=published is None)
+
+    def _published(self, options: Mapping[str, Any]) -> int | None:
+        """Number of the running layer, where ComfyUI says it in transformer_options."""
+        index, place = options.get("block_index"), options.get("block")
+        if isinstance(place, tuple):  # U-Net blocks, whose index starts again in each module
+            return self.layout.places.get((*place[:2], index or 0))
+        if not isinstance(index, int):
+            return None
+        return index + (self.layout.double if options.get("block_type") == "single" else 0)
+
+    def _refiner(self) -> Layer:
+        self._refiners += 1
+        return Layer(UNNUMBERED, self.layout.refiner_row(self._refiners - 1))
+
+    def _left_out(self, options: Mapping[str, Any]) -> Collection[int]:
+        """Layers that do not call: other nodes replace them, or their self-attention."""
+        key = self.layout.left_out_key
+        replaced = (options.get("patches_replace") or {}).get("dit") or ()
+        numbers = {x[1] for x in replaced if x[0] == "double_block" and len(x) == 2}
+        return numbers.union((options.get(key) if key else None) or ())
+
+    def _is_without_text(self, tokens: int) -> bool:
+        """Whether a call is of pictures alone where text stands with them: the second one of a
+        layer of SD3.5 medium and Boogu."""
+        known, text = self.layout.tokens, self.layout.context
+        if known is None or not 0 < text <= known.prefix + known.suffix:
+            return False
+        return tokens == known.tokens - text
+
+    def _counts(self, tokens: int, published: bool) -> bool:
+        """Whether a call is counted: not one of text or sound alone.
+
+        LTXV drops tokens of guides that are smaller than the clip: all layers then have as many as
+        the first, whose video comes before its sound.
+        """
+        if tokens >= self.layout.grid_tokens:
+            return True
+        alone = self.layout.text is TextPosition.NONE and tokens >= self.layout.frame_tokens
+        if published or not alone:
+            return False
+        if self._shortened is None and not self._of_layer:
+            self._shortened = tokens
+        return tokens == self._shortened
 
 
 @dataclass(kw_only=True)
@@ -155,7 +234,7 @@ class Forward(Pass):
         prompts = tuple(options.get("cond_or_uncond") or (0,))
         # Every step may be sparse where no noise level is asked for.
         steps, which = len(run.schedule) or None, run.which(model, x.device)
-        step = Step(prompts, run.step, of_sparse=steps, model=which)
+        step = Step(prompts, max(0, run.step), of_sparse=steps, model=which)
         if run.needs_level and run.unusable(x.device) is None:
             # The one place where a run waits for the GPU: once a pass, for a single number.
             level = float(sigma.max())
@@ -185,7 +264,8 @@ class Forward(Pass):
             layer = self.layers.peek(options)
         check = self._check(given)
         if check is not None and not (decision.why_exact or self.unusable):
-            dense = partial(check.compared, layer.row, given.call, given.key_mask, dense)
+            asked = layer.row, self.step, given.call, given.key_mask
+            dense = partial(check.compared, *asked, dense)
         return self.serve(given, decision, layer, dense)
 
     def _check(self, given: AttentionCall) -> Check | None:
@@ -204,4 +284,4 @@ class Forward(Pass):
         """Heads are measured also where it is not known yet what another node does."""
         assert isinstance(given, AttentionCall)
         check = self._check(given)
-        return None if check is None else check.why_dense(layer.row)
+        return None if check is None else check.why_dense(layer.row, self.step)

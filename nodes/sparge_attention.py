@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import fields
 from typing import Any
 
@@ -86,16 +85,8 @@ def settings_of(mode: Any, inputs: dict[str, Any]) -> Settings:
     given = {name.removeprefix("mode."): value for name, value in inputs.items()}
     nested = mode if isinstance(mode, dict) else {"mode": mode}
     given |= {name: value for name, value in nested.items() if value is not None}
-    kinds: dict[str, Any] = {field.name: type(field.default) for field in fields(Settings)}
-    known = {name: value for name, value in given.items() if name in kinds}
-    return Settings(**{n: _made(kinds[n], x) for n, x in known.items() if x is not None})
-
-
-def _made(kind: Any, value: Any) -> Any:
-    """Value of a kind; what cannot be made one stays as it is, and is refused with its name."""
-    with suppress(TypeError, ValueError, OverflowError):
-        return kind(value)
-    return value
+    known = {field.name for field in fields(Settings)}
+    return Settings(**{n: x for n, x in given.items() if n in known and x is not None})
 
 
 def _widget(kind: Any, name: str, tooltip: str, **options: Any) -> Any:

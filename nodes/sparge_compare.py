@@ -6,23 +6,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from comfy_api.latest import io, ui
 from torch import Tensor
-from torch.nn.functional import conv2d
 
 from .comfyui import show_on_node
 
 #: Factor that makes differences visible.
 AMPLIFIED = 4
-#: Most frames that structural similarity is computed of, evenly spaced: it takes a while on a CPU.
-SIMILARITY_FRAMES = 32
-#: Window and constants of structural similarity: Wang et al., "Image quality assessment", 2004.
-WINDOW, DEVIATION, LUMINANCE, CONTRAST = 11, 1.5, 0.01**2, 0.03**2
-#: Weights of red, green and blue in brightness (Rec. 601).
-BRIGHTNESS = (0.299, 0.587, 0.114)
 #: Decibels from which on a difference is called so.
 CALLED = (
     (45.0, "No difference to see"),
@@ -32,32 +24,17 @@ CALLED = (
 )
 
 
-@dataclass(frozen=True)
-class Likeness:
-    """How alike two clips are."""
-
-    psnr: float
-    """Peak signal-to-noise ratio of all frames together, in dB; infinite for equal clips, NaN or
-    minus infinity where pixels are no numbers."""
-    similarity: float
-    """Mean structural similarity of brightness; 1 for equal clips."""
-
-    @classmethod
-    def of(cls, reference: Tensor, clip: Tensor) -> Likeness:
-        squares = [float((a - b).square().mean()) for a, b in zip(reference, clip, strict=True)]
-        error = sum(squares) / len(squares)
-        psnr = -10 * math.log10(error) if error else math.inf
-        every = range(0, len(clip), -(-len(clip) // SIMILARITY_FRAMES))
-        found = [structural_similarity(reference[frame], clip[frame]) for frame in every]
-        return cls(psnr, sum(found) / len(found))
-
-    def __str__(self) -> str:
-        if self.psnr == math.inf:
-            return "The clips are equal"
-        if not math.isfinite(self.psnr):
-            return "A clip has pixels that are no numbers, so the clips cannot be compared"
-        called = next(words for least, words in CALLED if self.psnr >= least)
-        return f"{called}: {self.psnr:.1f} dB PSNR, SSIM {self.similarity:.3f}"
+def likeness(reference: Tensor, clip: Tensor) -> str:
+    """Tells how alike two clips are, by the peak signal-to-noise ratio of all frames together."""
+    squares = [float((a - b).square().mean()) for a, b in zip(reference, clip, strict=True)]
+    error = sum(squares) / len(squares)
+    if not error:
+        return "The clips are equal"
+    if not math.isfinite(error):
+        return "A clip has pixels that are no numbers, so the clips cannot be compared"
+    psnr = -10 * math.log10(error)
+    called = next(words for least, words in CALLED if psnr >= least)
+    return f"{called}: {psnr:.1f} dB PSNR"
 
 
 def as_colours(clip: Tensor, device: torch.device) -> Tensor:
@@ -75,28 +52,6 @@ def mismatch(reference: Tensor, clip: Tensor) -> str | None:
         f"The clips are {sizes[0]} and {sizes[1]} pixels, so nothing was compared: give two of one "
         "size, such as the same graph with and without Sparge Attention."
     )
-
-
-def structural_similarity(reference: Tensor, picture: Tensor) -> float:
-    """Mean structural similarity of two pictures (height, width, 3), of their brightness."""
-    weights = reference.new_tensor(BRIGHTNESS)
-    a, b = reference @ weights, picture @ weights
-    a_mean, b_mean, a_square, b_square, product = _blurred(torch.stack([a, b, a * a, b * b, a * b]))
-    a_variance, b_variance = a_square - a_mean**2, b_square - b_mean**2
-    covariance = product - a_mean * b_mean
-    luminance = (2 * a_mean * b_mean + LUMINANCE) / (a_mean**2 + b_mean**2 + LUMINANCE)
-    structure = (2 * covariance + CONTRAST) / (a_variance + b_variance + CONTRAST)
-    return float((luminance * structure).mean())
-
-
-def _blurred(maps: Tensor) -> Tensor:
-    """Gaussian means of maps (n, height, width) around each pixel that has a whole window."""
-    size = min(WINDOW, *maps.shape[1:])
-    places = torch.arange(size, dtype=maps.dtype, device=maps.device) - (size - 1) / 2
-    window = torch.exp(-(places**2) / (2 * DEVIATION**2))
-    window = window / window.sum()
-    across = conv2d(maps.unsqueeze(1), window.view(1, 1, 1, -1))
-    return conv2d(across, window.view(1, 1, -1, 1)).squeeze(1)
 
 
 def _split(reference: Tensor, clip: Tensor) -> Tensor:
@@ -131,7 +86,7 @@ class SpargeAttentionCompare(io.ComfyNode):
                 "Shows two clips in one, and says how much they differ: the same seed with and "
                 "without Sparge Attention, or with two of its settings."
             ),
-            search_aliases=["compare videos", "psnr", "ssim", "difference", "side by side"],
+            search_aliases=["compare videos", "psnr", "difference", "side by side"],
             inputs=[
                 io.Image.Input("reference", tooltip="The clip without Sparge Attention."),
                 io.Image.Input("clip", tooltip="The clip with it, of the same seed."),
@@ -159,7 +114,7 @@ class SpargeAttentionCompare(io.ComfyNode):
         if problem := mismatch(reference, clip):
             return cls._shown(clip, problem)  # a long run must not be lost for it
         frames = min(len(reference), len(clip))
-        text = f"{Likeness.of(reference[:frames], clip[:frames])}."
+        text = f"{likeness(reference[:frames], clip[:frames])}."
         if len(reference) != len(clip):
             text += (
                 f"\nThe clips have {len(reference)} and {len(clip)} frames: the first {frames} "

@@ -12,13 +12,13 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from comfy_api.latest import io
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..sparge import TokenGrid
 from ..sparge.common.compiling import is_traced_whole, untraced
@@ -26,6 +26,7 @@ from ..sparge.common.failures import Failures
 from ..sparge.integrations.diffusers.forward import Forward
 from ..sparge.sdpa import AttentionMode
 from ..sparge.session import (
+    Report,
     Session,
     Settings,
     Step,
@@ -132,71 +133,44 @@ class SpargeAttentionWanVideoWrapper(io.ComfyNode):
         return io.NodeOutput(patched)
 
 
-@dataclass(eq=False)
-class WrapperRun:
+class WrapperRun(Session):
     """One run of the pack's sampler."""
 
-    run: Session
-    node_id: str | None
-    finished: bool = False
+    finished = False
 
-    def report(self) -> None:
-        try:
-            found = self.run.report(stopped=not self.finished)
-            # Without its seconds: nobody knows what the pack's own attention would have taken.
-            comfyui.publish(replace(found, seconds=0.0), self.node_id)
-        except Exception:
-            logger.exception("[Sparge] the report failed")
-        finally:
-            self.run.end()
+    def report(self, stopped: bool = False) -> Report:
+        """Without its seconds: nobody knows what the pack's own attention would have taken."""
+        return replace(super().report(stopped), seconds=0.0)
+
+    def end_for(self, node_id: str | None) -> None:
+        comfyui.end_run(self, not self.finished, node_id)
 
 
 class Carried:
     """Mark in the options of a clone. The pack copies those deeply for each run: the copy of this
     is that run's, and goes when the run is over."""
 
-    def __init__(self, hook: WanWrapperHook, origin: Carried | None = None) -> None:
+    def __init__(self, hook: WanWrapperHook) -> None:
         self.hook = hook
-        self.of_run: WrapperRun | None = None
-        self._origin = origin  # the gate stays as long as a copy is in use
+        self.run: WrapperRun | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Carried:
-        return Carried(self.hook, self)
-
-    def begin_run(self, run: Session, node_id: str | None) -> WrapperRun:
-        self.of_run = WrapperRun(run, node_id)
-        weakref.finalize(self, self.of_run.report).atexit = False
-        return self.of_run
+        return Carried(self.hook)
 
 
 class Gate:
-    """Stand-in for the `forward` of a transformer: takes passes that carry a mark to its hook. It
-    stays as long as such a mark is in use."""
+    """Stand-in for the `forward` of a transformer: takes passes that carry a mark to its hook, and
+    changes no others."""
 
     def __init__(self, transformer: Any) -> None:
         self.transformer, self.own = transformer, transformer.forward
-        self._users = 0
         functools.update_wrapper(self, self.own)
-
-    @classmethod
-    def add(cls, transformer: nn.Module, user: Carried) -> None:
-        """Puts a gate before a transformer where there is none, for as long as `user` lives."""
-        gate = transformer.__dict__.get("forward")
-        if not isinstance(gate, cls):
-            gate = transformer.forward = cls(transformer)
-        gate._users += 1
-        weakref.finalize(user, gate._leave).atexit = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         carried = (kwargs.get("transformer_options") or {}).get(CARRIED_KEY)
         if torch.compiler.is_compiling() or not isinstance(carried, Carried):
             return self.own(*args, **kwargs)
         return carried.hook.around(self, carried, *args, **kwargs)
-
-    def _leave(self) -> None:
-        self._users -= 1
-        if not self._users and self.transformer.__dict__.get("forward") is self:
-            del self.transformer.forward
 
 
 class WanWrapperHook:
@@ -212,14 +186,16 @@ class WanWrapperHook:
     def install(self, model: Any) -> None:
         """Puts the hook on `model`, a clone that nobody else has yet."""
         options = model.model_options.setdefault("transformer_options", {})
-        carried = options[CARRIED_KEY] = Carried(self)
+        options[CARRIED_KEY] = Carried(self)
         options[MODE_KEY] = {
             "mode": "sdpa",
             "start_step": self._start_step,
             "end_step": LAST_STEP,
             "verbose": False,
         }
-        Gate.add(model.model.diffusion_model, carried)
+        transformer = model.model.diffusion_model
+        if not isinstance(transformer.__dict__.get("forward"), Gate):
+            transformer.forward = Gate(transformer)
 
     def around(self, gate: Gate, carried: Carried, *args: Any, **kwargs: Any) -> Any:
         """Result of a pass, sparse from start_step on."""
@@ -229,8 +205,8 @@ class WanWrapperHook:
         with self._failures.caught("a pass of the model was left as it is"):
             forward = self._begun(carried, gate.transformer, kwargs)
         out = own() if forward is None else self._sparse(forward, own)
-        if carried.of_run is not None:
-            carried.of_run.finished |= bool(kwargs.get("last_step"))
+        if carried.run is not None:
+            carried.run.finished |= bool(kwargs.get("last_step"))
         return out
 
     def _sparse(self, forward: Forward, own: Callable[[], Any]) -> Any:
@@ -259,8 +235,12 @@ class WanWrapperHook:
         """Begins a pass, and a run with the first one; None for a pass before start_step."""
         latent, step = given["x"][0], given["current_step"]
         device = latent.device
-        of_run = carried.of_run or carried.begin_run(self._new_run(device), self._node_id)
-        layout, run = _layout(transformer, latent, given), of_run.run
+        run = carried.run
+        if run is None:
+            run = carried.run = WrapperRun(self._settings, words=WAN_WRAPPER)
+            weakref.finalize(carried, run.end_for, self._node_id).atexit = False
+            comfyui.await_kernels(run, device, self._node_id)
+        layout = _layout(transformer, latent, given)
         native = None if step >= self._start_step else f"before start_step {self._start_step}"
         of_pass = Step((int(bool(given.get("is_uncond"))),), step)
         begun = Forward(session=run, layout=layout, step=of_pass, device=device, unusable=native)
@@ -273,12 +253,6 @@ class WanWrapperHook:
             begun.record.add_dense(row, pairs)
             run.counts.add_dense(native, layout.grid_tokens, False)
         return None
-
-    def _new_run(self, device: torch.device) -> Session:
-        """Begins a run. Waits for the kernels."""
-        run = Session(self._settings, words=WAN_WRAPPER)
-        comfyui.await_kernels(run, device, self._node_id)
-        return run
 
 
 def _layout(transformer: Any, latent: Tensor, given: Mapping[str, Any]) -> TokenLayout:

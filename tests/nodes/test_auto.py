@@ -50,40 +50,6 @@ def test_the_last_dense_step_is_measured_or_the_first_of_all(
     }
 
 
-def test_what_outlives_a_call_is_made_between_calls(load_pack, sampled, step, monkeypatch):
-    inside, made = [], Counter()
-    forward = load_pack("nodes.run").Forward
-    attend = forward.attend
-
-    def watched(owner, name):
-        original = getattr(owner, name)
-
-        def made_here(*args, **kwargs):
-            made[name, bool(inside)] += 1
-            return original(*args, **kwargs)
-
-        monkeypatch.setattr(owner, name, made_here)
-
-    watched(load_pack("sparge.session.heads").Heads, "__init__")
-    watched(load_pack("sparge.session.report").PassRecord, "expect")
-    watched(load_pack("sparge").HeadSettings, "_make_table")
-
-    def entered(*args):
-        inside.append(1)
-        try:
-            return attend(*args)
-        finally:
-            inside.pop()
-
-    monkeypatch.setattr(forward, "attend", entered)
-    sampled(step, DENSE_THEN_SPARSE, **AUTO)
-    assert made == {
-        ("__init__", False): 1,
-        ("expect", False): 3,  # a pass that may be sparse
-        ("_make_table", False): 1,  # of all layers, as all steps are alike
-    }
-
-
 @pytest.mark.parametrize("start", [0.0, 0.2])
 @pytest.mark.parametrize("mode", ["manual", "auto quality", "auto budget"])
 def test_calls_for_one_head_at_a_time(sampled, generator, mode, start):
@@ -144,18 +110,6 @@ def test_what_other_calls_do_without_is_allocated_untracked(
     assert len(entered) - auto * 10 * BLOCKS * chunks < 10, "each layer is measured once"
 
 
-@pytest.mark.parametrize(("batch", "prompts"), [([0, 0], 1), ([1, 0, 0], 2)])
-def test_a_prompt_that_is_twice_in_a_batch_is_measured_once(
-    load_pack, sampled, step, monkeypatch, batch, prompts
-):
-    """Prompts of regions are all positive ones."""
-    heads, measured = load_pack("sparge.session.heads"), []
-    measure = heads.measure
-    monkeypatch.setattr(heads, "measure", lambda *args: (measured.append(1), measure(*args))[1])
-    got = sampled(step, DENSE_THEN_SPARSE, conditionings=(batch,), **AUTO)
-    assert len(measured) == prompts * BLOCKS and got.counts.sparse > 0
-
-
 @pytest.fixture
 def dense_calls(load_pack, monkeypatch):
     """Results of the dense attention under the node, as a list; set `.error` to raise it."""
@@ -178,11 +132,6 @@ def dense_calls(load_pack, monkeypatch):
 
     monkeypatch.setattr(forward, "attend", watched)
     return results
-
-
-def test_dense_attention_runs_once(sampled, step, dense_calls):
-    sampled(step, DENSE_THEN_SPARSE, **AUTO)
-    assert len(dense_calls) == 2 * BLOCKS, "two dense steps, of which the last is measured"
 
 
 def test_memory_that_dense_attention_lacks_is_not_measurings_fault(sampled, step, dense_calls):
@@ -208,43 +157,6 @@ def test_a_layer_that_was_skipped_when_it_should_be_measured(sampled, step, come
     got = sampled(cached, [1.0, 0.9, 0.8, 0.7, 0.5, 0.4], start_percent=0.45, **AUTO)
     assert got.counts.reasons["measuring"] == comes_again
     assert got.counts.sparse == 2 + comes_again
-
-
-@pytest.mark.parametrize(
-    ("error", "reason"),
-    [
-        (lambda sparge: sparge.Unsupported("no such head"), "no such head"),
-        (
-            lambda _: torch.OutOfMemoryError("full"),
-            "not enough memory to measure this layer",
-        ),
-        (
-            lambda sparge: sparge.KernelBuildError("attend", "line 1"),
-            "a kernel did not compile (see the log)",
-        ),
-    ],
-    ids=["refusal", "memory", "build"],
-)
-def test_what_cannot_be_measured_stays_dense_with_its_reason(
-    load_pack, sampled, step, monkeypatch, error, reason
-):
-    def refuse(*args):
-        raise error(load_pack("sparge"))
-
-    monkeypatch.setattr(load_pack("sparge.session.heads"), "measure", refuse)
-    got = sampled(step, [0.5, 0.4], start_percent=0.0, **AUTO)
-    assert got.counts.reasons == {reason: 2 * BLOCKS}
-
-
-def test_text_alone_is_no_work_for_heads(sampled, generator):
-    # The image's one token is in the query block in which the text ends.
-    q = torch.randn(1, 1 + 190, HEADS * 64, generator=generator)
-    got = sampled(
-        lambda attend: attend(q, q, q, HEADS), [0.5, 0.4], network("Flux", patch_size=2),
-        (2, 2), torch.zeros(1, 190, 8), min_tokens=100, **AUTO,
-    )  # fmt: skip
-    (reason,) = got.counts.reasons
-    assert reason == "every query block holds text, which stays exact"
 
 
 def test_the_result_of_a_run_holds_nothing_of_it(sampled, step, runs):

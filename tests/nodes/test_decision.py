@@ -17,11 +17,6 @@ def settings(load_pack):
 
 
 @pytest.fixture(scope="module")
-def window_of(load_pack):
-    return load_pack("sparge.session").SigmaWindow
-
-
-@pytest.fixture(scope="module")
 def layout_of(load_pack):
     """layout_of(grid, text position's name, **fields) of a model of ten blocks."""
     session = load_pack("sparge.session")
@@ -140,85 +135,3 @@ def test_text_that_attends_to_itself_stays_exact(decision, settings, layout_of):
         for call in calls
     ]
     assert why == ["fewer tokens than a frame has"] * 2 + [None] * 3
-
-
-@pytest.mark.parametrize(
-    ("sigma", "reason"),
-    [
-        (1.0, "before start_percent 0.2"),
-        (0.8, None),
-        (0.8 * (1 + 1e-7), None),  # the float32 schedule's last bit
-        (0.5, None),
-        (0.1, None),
-        (0.09, "after end_percent 0.9"),
-    ],
-)
-def test_the_window(window_of, sigma, reason):
-    window = window_of(0.8, 0.1, start_percent=0.2, end_percent=0.9)
-    assert window.outside_reason(sigma) == reason
-
-
-def test_the_place_in_the_window_counts_its_steps(load_pack, window_of):
-    step, window = load_pack("sparge.session").Step((0,), 7), window_of(start=0.8, end=0.2)
-    schedule = [1.0, 0.9, 0.8, 0.7, 0.3, 0.2, 0.1]
-
-    def place(level, schedule=schedule):
-        found = window.step(step, level, schedule)
-        return found.index, found.of_sparse
-
-    assert [place(level) for level in (0.8, 0.7, 0.3, 0.2)] == [(index, 4) for index in range(4)]
-    assert place(0.5) == (2, 4), "between steps: as the next one"
-    assert place(0.9) == (0, 4) and place(0.1) == (3, 4)
-    for unknown in ([], [1.0, 0.9]):
-        assert place(0.5, unknown) == (None, None)
-
-
-def test_open_edges_hold_whatever_a_model_sampling_calls_its_ends(window_of):
-    window = window_of.of(0.0, 1.0, lambda x: 0.5 if x in (0.0, 1.0) else 1 - x)
-    assert window.is_everything
-    assert window.outside_reason(14.6) is window.outside_reason(0.0) is None
-
-
-@pytest.fixture(scope="module")
-def spans(load_pack):
-    return load_pack("sparge.session").LayerSpans
-
-
-@pytest.mark.parametrize(
-    ("text", "total", "listed"),
-    [
-        ("", 10, []),
-        (" , ", 10, []),
-        ("0-2, -1", 10, [0, 1, 2, 9]),
-        ("3", 10, [3]),
-        ("-3--1", 10, [7, 8, 9]),
-        ("5--4", 10, [5, 6]),
-        ("8-20", 10, [8, 9]),
-        ("1, -1", None, [1]),
-    ],
-)
-def test_blocks_that_dense_blocks_lists(spans, text, total, listed):
-    parsed = spans.parse(text).of_total(total)
-    assert [block for block in range(10) if any(block in span for span in parsed)] == listed
-
-
-def test_numbers_that_no_block_has(spans):
-    parsed = spans.parse("0-2, 9-12, -10, -11--1")
-    assert parsed.missing(10) == [-11, 12]
-    assert parsed.missing(13) == []
-    assert parsed.remark(10) == "dense_blocks names -11, 12; this model has blocks 0-9"
-    assert parsed.remark(13) == spans.parse("0-2").remark(None) == ""
-    assert parsed.remark(None).startswith("negative dense_blocks do nothing")
-
-
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        ("4-2", "ends before it begins: write 2-4"),
-        ("1, -1--3", "ends before it begins: write -3--1"),
-        *((text, 'for example "0-2, -1"') for text in ("first", "1;2", "0-", "1.5", "0-1-2")),
-    ],
-)
-def test_other_text_is_refused_with_an_example(spans, text, why):
-    with pytest.raises(ValueError, match=why):
-        spans.parse(text)

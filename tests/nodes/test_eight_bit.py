@@ -92,13 +92,6 @@ def test_a_layer_of_the_first_step_tells_what_exact_attention_takes(
     assert not time.is_foretold
 
 
-@pytest.mark.parametrize("widgets", [{"dense_blocks": "0-1"}, {"end_percent": 0.2}], ids=str)
-def test_calls_that_the_user_wants_dense_are_in_eight_bits(timed, run, widgets):
-    timed(2.0)
-    counts = run(**widgets).counts
-    assert (counts.eight_bit, counts.sparse) == (3 * BLOCKS, 0)
-
-
 def test_not_where_exact_is_faster_nor_in_manual_mode(timed, run):
     timed(0.5)
     assert run().counts.eight_bit == 0
@@ -156,24 +149,6 @@ def test_another_nodes_attention_serves_dense_calls(timed, run):
     assert counts.sparse == 2 * BLOCKS - 1, "beside 8 bits it would not be"
 
 
-def test_an_error_in_eight_bits_costs_no_picture(timed, run, load_pack, monkeypatch, caplog):
-    def fail(self):
-        raise ZeroDivisionError("no")
-
-    timed(2.0)
-    monkeypatch.setattr(load_pack("sparge.session").Call, "eight_bit", fail)
-    counts = run().counts
-    assert counts.eight_bit == 0 and counts.dense == BLOCKS
-    assert caplog.text.count("a dense call was computed exact") == 1
-
-
-def test_short_runs_that_do_not_pay_are_in_eight_bits(timed, run):
-    timed(2.0, measuring=10.0)
-    counts = run().counts
-    assert (counts.eight_bit, counts.sparse) == (3 * BLOCKS, 0)
-    assert counts.reasons["too few steps are left to pay for measuring"] == 2 * BLOCKS
-
-
 @pytest.fixture
 def on_gpu(load_pack, monkeypatch):
     """Kernels are there, and runs test them."""
@@ -181,32 +156,6 @@ def on_gpu(load_pack, monkeypatch):
     monkeypatch.setattr(comfyui, "capabilities", lambda device: SimpleNamespace(usable=True))
     ready = SimpleNamespace(wait=lambda check: None)
     monkeypatch.setattr(comfyui, "warm_up", lambda *_: ready)
-
-
-@pytest.mark.parametrize("error", [RuntimeError("no kernel image"), NotImplementedError("sage")])
-@pytest.mark.parametrize("mode", ["manual", "auto budget", "auto quality"])
-def test_attention_that_cannot_be_timed_costs_no_run(
-    run, timed, load_pack, monkeypatch, caplog, error, mode
-):
-    def fail(*args):
-        raise error
-
-    timed(2.0)
-    monkeypatch.setattr(load_pack(STATE), "times_of", fail)
-    got = run(mode=mode)
-    assert (got.counts.sparse, got.counts.dense) == (2 * BLOCKS, BLOCKS)
-    assert caplog.text.count("attention was not timed") == 1
-
-
-@pytest.mark.usefixtures("on_gpu")
-@pytest.mark.parametrize("error", [RuntimeError("no kernel image"), torch.OutOfMemoryError("full")])
-def test_kernels_that_cannot_be_tested_cost_no_run(run, timed, load_pack, monkeypatch, error):
-    def fail(*args):
-        raise error
-
-    timed(2.0)
-    monkeypatch.setattr(load_pack(STATE), "check_once", fail)
-    assert run().counts.sparse == 2 * BLOCKS
 
 
 @pytest.mark.usefixtures("on_gpu")

@@ -11,7 +11,7 @@ import weakref
 import pytest
 import torch
 
-from tests.nodes.parts import BLOCKS, HEADS, LATENT, TOKENS, network
+from tests.nodes.parts import BLOCKS, HEADS, LATENT, TOKENS
 
 pytestmark = pytest.mark.usefixtures("reference_allowed")
 
@@ -64,17 +64,6 @@ def test_listed_blocks_stay_dense_and_other_reasons_come_first(sampled, generato
     assert got.counts.sparse == sparse
     counts = {"listed in dense_blocks": 2 - sparse} if sparse < 2 else {}
     assert got.counts.reasons == counts | {"before start_percent 0.2": 2}
-
-
-def test_counts_and_reasons(run):
-    got = run([1.0, 0.8, 0.5])
-    assert not got.stopped
-    assert (got.counts.sparse, got.counts.cross, got.counts.passes) == (2, 3, 3)
-    assert got.counts.reasons == {
-        "before start_percent 0.2": 1,
-        f"fewer than min_tokens ({TOKENS}) tokens": 3,
-        "attention mask": 3,
-    }
 
 
 def test_a_second_node_replaces_the_first(load_pack, patch, patcher, session, step, runs):
@@ -250,13 +239,6 @@ def test_without_a_gpu_everything_stays_dense_and_the_line_says_why(run, referen
     got = run()
     assert (got.counts.sparse, got.counts.dense) == (0, 3)
     assert "NOTHING WAS SPARSE" in got.line and "NVIDIA" in got.line
-
-
-def test_a_block_that_the_model_lacks_is_named(run):
-    model = network("Novelty", blocks=range(3))
-    lacking = run(model=model, dense_blocks="0-3, -4, -1")
-    assert "dense_blocks names -4, 3; this model has blocks 0-2" in lacking.notes
-    assert not any("blocks" in note for note in run(model=model, dense_blocks="0-2, -3").notes)
 
 
 def test_an_installed_library_beside_the_pack_changes_nothing(load_pack, monkeypatch, make_qkv):

@@ -42,23 +42,6 @@ def test_dense_steps_count_as_all_of_theirs(sampled, step, share, mode):
     assert f"Density by step, %: 100 100 {100 * found.of_sparse_calls:.0f}" in got.details
 
 
-def test_calls_count_by_their_pairs(sampled, generator, share):
-    """A short call hardly, and one that is dense among sparse ones as well."""
-    long, short = (torch.randn(1, n, HEADS * 64, generator=generator) for n in (TOKENS, 128))
-
-    def step(attend):
-        attend(long, long, long, HEADS)
-        attend(short, short, short, HEADS)
-        attend(long, long, long, HEADS)
-
-    got = sampled(step, [0.5], dense_blocks="1", topk=0.5)
-    assert got.counts.sparse == 1 and got.counts.dense == 2
-    found = got.last.densities
-    of_long, of_short = TOKENS**2, 128**2
-    computed = (1 + found.of_sparse_calls) * of_long + of_short
-    assert share(got) == pytest.approx(100 * computed / (2 * of_long + of_short), abs=0.05)
-
-
 def test_sound_counts_but_is_no_layer_of_the_picture(sampled, generator, share):
     """It attends to itself in the layers of the clip."""
     clip, sound = (torch.randn(1, n, HEADS * 64, generator=generator) for n in (TOKENS, SOUND))
@@ -83,21 +66,6 @@ def test_sound_counts_but_is_no_layer_of_the_picture(sampled, generator, share):
     assert found.layers.tolist() == list(range(BLOCKS))
     computed = found.of_sparse_calls * TOKENS**2 + SOUND**2
     assert share(got) == pytest.approx(100 * computed / (TOKENS**2 + SOUND**2), abs=0.05)
-
-
-def test_sound_that_nobody_knows_of_is_no_layer_of_the_picture(sampled, generator):
-    """Wan HuMo's, in a block that says its number."""
-    clip, sound = (torch.randn(1, n, HEADS * 64, generator=generator) for n in (TOKENS, 16))
-
-    def step(attend):
-        for block in range(BLOCKS):
-            attend.options["block_index"] = block
-            attend(clip, clip, clip, HEADS)
-            attend(clip, sound, sound, HEADS)
-
-    got = sampled(step, [0.5])
-    assert got.counts.reasons == {f"fewer than min_tokens ({TOKENS}) tokens": BLOCKS}
-    assert got.last.densities.layers.tolist() == list(range(BLOCKS))
 
 
 def test_guides_count_but_are_no_layer_of_the_picture(sampled, generator):

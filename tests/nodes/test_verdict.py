@@ -26,7 +26,7 @@ def told(load_pack, sampled, monkeypatch):
     keys) for calls over so many tokens. sound: tokens of what is sampled beside the clip."""
     # The process remembers a graph that another test had traced whole.
     monkeypatch.setattr(load_pack("sparge.common.compiling"), "_traced", set())
-    picture, words = load_pack("nodes.picture"), []
+    picture, words = load_pack("nodes.sparge_report"), []
     write = picture.write
     monkeypatch.setattr(
         picture,
@@ -169,12 +169,6 @@ def test_self_attention_that_another_node_changes(told, case, model):
         assert "differ in number in some calls" in manual.line, "tokens stay as they come"
 
 
-def test_no_call_at_all_is_told_as_ever(told):
-    got = told(lambda attend: None)
-    assert "NOTHING WAS SPARSE: no attention call reached this node; a node after it" in got.line
-    assert "no attention call reached this node" in got.picture
-
-
 def raising(number, before):
     """A model that fails in a pass, after so many calls of it."""
     passes = iter(range(99))
@@ -221,27 +215,6 @@ def test_an_empty_window_is_told(told, load_pack, monkeypatch, mode, start, end)
         f"start_percent {start:g} is above end_percent {end:g}, so no step is between them": 5
     }
     assert not measured
-
-
-IN_AUTO = "mode manual with start_percent 0 can make it sparse"
-IN_MANUAL = "the only step is before start_percent: 0 can make it sparse"
-
-
-@pytest.mark.parametrize(
-    ("mode", "sigmas", "start", "hint"),
-    [
-        (AUTO, [1.0], 0.2, IN_AUTO),
-        (AUTO, [1.0], 0.0, IN_AUTO),
-        ("manual", [1.0], 0.2, IN_MANUAL),
-        (AUTO, [1.0, 0.9], 0.2, ""),
-        ("manual", [1.0, 0.9], 0.2, ""),
-        ("manual", [1.0], 0.0, ""),
-    ],
-)
-def test_a_run_of_one_step_is_told_what_can_help(told, mode, sigmas, start, hint):
-    got = told(whole, sigmas, mode=mode, start_percent=start)
-    assert got.line.endswith(hint) and ("can make it sparse" in got.line) == bool(hint)
-    assert not (hint and got.counts.sparse)
 
 
 @pytest.mark.parametrize("null", [None, "None", ""])

@@ -221,9 +221,10 @@ def test_blocks_that_are_compiled_anew_in_each_run(model, sample, node, results)
 
 @pytest.mark.usefixtures("reference_allowed")
 @pytest.mark.parametrize("options_of", [dict, copy.deepcopy])
-def test_the_gate_goes_with_the_last_clone(model, sample, node, results, options_of) -> None:
+def test_a_node_behind_the_clone_takes_the_gate_along(
+    model, sample, node, results, options_of
+) -> None:
     plain = model()
-    transformer = plain.model.diffusion_model
     patched = node(plain, start_step=1)
     # As by the pack's node for block swap; how deeply options are copied is ComfyUI's affair.
     behind = WanPatcher(plain.model, options_of(patched.model_options["transformer_options"]))
@@ -232,9 +233,6 @@ def test_the_gate_goes_with_the_last_clone(model, sample, node, results, options
     gc.collect()
     sample(behind)
     assert results[0].counts.sparse == SPARSE_FROM_1
-    del behind
-    gc.collect()
-    assert "forward" not in vars(transformer)
 
 
 @pytest.mark.usefixtures("reference_allowed")

@@ -106,18 +106,6 @@ def test_only_what_may_go_better_is_tried_again(load_pack, warmup, warm, tries):
         tries(KeyboardInterrupt())
 
 
-def test_the_log_says_which_kernel_serves_and_why(load_pack, warmup, warm, caplog):
-    warm(lambda *args: None)
-    with caplog.at_level("INFO", logger="sparge"):
-        warmup.warm_up(CPU, print).wait(never_cancelled)
-    assert caplog.messages == ["[Sparge] attention on cpu by a path"]
-
-
-@pytest.mark.parametrize(("arch", "family"), [("sm_80", "mma.sync"), ("sm_90a", "wgmma")])
-def test_every_path_has_a_reason(load_pack, arch, family):
-    assert load_pack("sparge.kernels.warmup").eight_bit_path(arch).startswith(f"{family}: ")
-
-
 def test_the_node_needs_only_the_8_bit_kernels(load_pack):
     module = load_pack("sparge.kernels.warmup")
     specs = module.eight_bit_specs("sm_89")
