@@ -75,15 +75,6 @@ def test_layouts(calls, sparse, asked, generator, layout, kv_heads, skip_output_
     assert {type(x) for x in (*call.tensors, out)} == {torch.Tensor}
 
 
-@pytest.mark.parametrize("q_dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("v_dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_result_has_the_dtype_of_q(calls, sparse, generator, q_dtype, v_dtype):
-    q, k, v = qkv(generator, "flat", dtype=q_dtype)
-    out = sparse(calls.AttentionCall.of((q, k, v.to(v_dtype), 4), {}))
-    assert out.dtype == q_dtype
-    assert relative_error(out, dense(q, k, v, 4, None, False)) < EIGHT_BIT
-
-
 @pytest.mark.parametrize(
     ("options", "unknown"),
     [

@@ -149,36 +149,6 @@ def test_another_nodes_attention_serves_dense_calls(timed, run):
     assert counts.sparse == 2 * BLOCKS - 1, "beside 8 bits it would not be"
 
 
-@pytest.fixture
-def on_gpu(load_pack, monkeypatch):
-    """Kernels are there, and runs test them."""
-    comfyui = load_pack("nodes.comfyui")
-    monkeypatch.setattr(comfyui, "capabilities", lambda device: SimpleNamespace(usable=True))
-    ready = SimpleNamespace(wait=lambda check: None)
-    monkeypatch.setattr(comfyui, "warm_up", lambda *_: ready)
-
-
-@pytest.mark.usefixtures("on_gpu")
-@pytest.mark.parametrize("mode", ["manual", "auto budget", "auto quality"])
-def test_wrong_kernels_keep_every_run_exact_and_are_told(
-    run, timed, load_pack, monkeypatch, caplog, qkv, mode
-):
-    why = "the kernels err"
-
-    def refuse(*args):
-        raise load_pack("sparge.session.self_test").WrongKernels(why)
-
-    monkeypatch.setattr(load_pack(STATE), "check_once", refuse)
-    timed(2.0)
-    exact = torch.nn.functional.scaled_dot_product_attention(*qkv).transpose(1, 2).flatten(2)
-    for _ in range(2):
-        got = run(mode=mode)
-        assert "NOTHING WAS SPARSE" in got.line and f"dense because: {why} (" in got.line
-        assert (got.counts.sparse, got.counts.eight_bit) == (0, 0)
-        assert all(torch.equal(out, exact.expand_as(out)) for out in got.given)
-    assert "were not tested" not in caplog.text
-
-
 def test_a_backend_is_named_with_its_version_and_pytorchs_order(load_pack, monkeypatch):
     host = load_pack("nodes.comfyui")
 

@@ -97,14 +97,6 @@ def test_names_order_and_defaults(inputs, mode, widgets):
     assert {each.id: each.options for each in widgets if hasattr(each, "options")} == COMBOS
 
 
-def test_sliders_and_ranges(widgets):
-    sliders = [each for each in widgets if getattr(each, "display_mode", None) == "slider"]
-    limits = [(each.id, each.min, each.max) for each in sliders]
-    assert limits == [("topk", 0.05, 1.0), ("topk", 0.05, 1.0), ("pvthreshd", 1.0, 50.0)]
-    basic = [each.id for each in widgets if not getattr(each, "advanced", False)]
-    assert basic == ["quality", "topk", "topk", "pvthreshd"]
-
-
 #: Words that people search for. ComfyUI puts nodes with the word in their name before those that
 #: have it as an alias, and of names that begin with the word the shortest first.
 SEARCHED = ["sparge", "sparse", "sage", "faster", "speed", "加速"]
@@ -149,14 +141,9 @@ def test_flat_and_nested_names_mean_the_same(load_pack, patch, given, meant):
     assert found == wanted
 
 
-#: Words of the trade, which the documents explain and a tooltip does without.
-TRADE = re.compile(r"\b(heads?|dense|density|pooled|louder|residual|blocks?)\b")
-
-
 def test_every_tooltip_says_which_way_is_faster_and_which_is_truer(inputs, widgets):
     for each in [*inputs, *widgets]:
         assert "faster" in each.tooltip.lower() and "truer" in each.tooltip, each.id
-        assert not TRADE.search(each.tooltip), each.id
         assert len(each.tooltip) < 250, each.id
 
 
@@ -194,11 +181,6 @@ def test_what_comes_through_a_link_is_refused_when_the_node_runs(node, patcher, 
     """The server checks widgets only."""
     with pytest.raises(ValueError, match=words):
         node.execute(patcher, **linked)
-
-
-def test_the_chinese_page_has_its_own_punctuation():
-    text = (PACK / "web" / "docs" / "SpargeAttention" / "zh.md").read_text(encoding="utf-8")
-    assert re.findall(r"[\u4e00-\u9fff][,:;()].{0,9}|.{0,9}[,:;()][\u4e00-\u9fff]", text) == []
 
 
 def reasons(page: str) -> list[str]:

@@ -103,13 +103,6 @@ def test_another_node_replaces_the_clips_self_attention(told, mode, min_tokens, 
     assert "the clip's self-attention did not reach this node; another node" in got.picture
 
 
-def test_sound_that_is_longer_than_a_frame_is_not_the_clip(told):
-    got = told(
-        lambda attend: [attend(100, 100), attend(TOKENS, TEXT), attend(100, TOKENS)], sound=100
-    )
-    assert REPLACED in got.line
-
-
 def test_sound_as_long_as_the_clip_is_not_taken_for_it(told):
     """Nor the clip for sound: nothing tells them apart but their order."""
     got = told(lambda attend: [attend(TOKENS, TOKENS), attend(TOKENS, TEXT)], sound=TOKENS)
@@ -167,40 +160,6 @@ def test_self_attention_that_another_node_changes(told, case, model):
     assert "did not reach this node" not in manual.line + auto.line
     if model is None and "keys" in case:
         assert "differ in number in some calls" in manual.line, "tokens stay as they come"
-
-
-def raising(number, before):
-    """A model that fails in a pass, after so many calls of it."""
-    passes = iter(range(99))
-
-    def step(attend):
-        now = next(passes)
-        for _ in range(before if now == number else 2):
-            whole(attend)
-        if now == number:
-            raise KeyboardInterrupt
-
-    return step
-
-
-@pytest.mark.parametrize("mode", ["manual", AUTO])
-@pytest.mark.parametrize(("number", "before"), [(0, 0), (0, 1), (1, 0), (1, 2), (2, 0)])
-def test_a_run_that_stops_early_is_not_sent_to_rewire(told, mode, number, before):
-    got = told(raising(number, before), [1.0, 0.9, 0.7], mode=mode)
-    assert got.line.startswith("stopped before the first sparse step; ")
-    assert all(word not in got.line for word in ("reach", "stopped early", "NOTHING"))
-    dense = 2 * number + before
-    assert (f"{dense} dense self-attention calls" in got.line) == (dense > 0)
-
-
-def test_a_run_that_stops_later_says_stopped_early(told):
-    got = told(raising(2, 0))
-    assert got.counts.sparse == 2 and got.line.endswith("; stopped early")
-
-
-def test_a_stop_in_a_run_that_cannot_be_sparse_has_its_reason(told, reference_forbidden):
-    got = told(raising(1, 0), [1.0, 0.7])
-    assert "before the first sparse step" not in got.line and "stopped early" in got.line
 
 
 @pytest.mark.parametrize("mode", ["manual", AUTO])

@@ -104,12 +104,3 @@ def test_only_what_may_go_better_is_tried_again(load_pack, warmup, warm, tries):
     assert tries(RuntimeError("a bug")) == (2, warmup.NO_KERNELS, None)
     with pytest.raises(KeyboardInterrupt):
         tries(KeyboardInterrupt())
-
-
-def test_the_node_needs_only_the_8_bit_kernels(load_pack):
-    module = load_pack("sparge.kernels.warmup")
-    specs = module.eight_bit_specs("sm_89")
-    assert {spec.entry for spec in specs} == {"means", "quantize", "route", "attend", "score"}
-    assert {spec.element.name for spec in specs if spec.reads_element} == {"INT8_INT8"}
-    assert {spec.pv_filter for spec in specs if spec.entry == "attend"} == {False, True}
-    assert not any(spec.pv_filter for spec in module.eight_bit_specs("sm_90a")), "it saves nothing"
