@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import models
 import overrides
-import torch
 from comfy.ldm.modules import attention
 from comfy_extras.nodes_model_advanced import ModelAttentionBackend
 from session import pack, patch, relative_error, reports, sample
@@ -85,39 +83,7 @@ def overridden(
     }
 
 
-def from_one_run_to_the_next(**widgets: Any) -> list[dict[str, Any]]:
-    """The same patched model: as it is, with an override that came meanwhile, and without it."""
-    model, found = models.build("wan"), []
-    patched = patch(model, **widgets)
-    ours, changed = _options(patched)[KEY], overrides.override_of(overrides.temperature)
-    for override in (ours, changed, ours):
-        _options(patched)[KEY] = override
-        expected = sample(
-            model if override is ours else _set(model, overrides.temperature, False), "wan"
-        )
-        with reports() as told:
-            out = sample(patched, "wan")
-        found.append(told[0] | {"error": relative_error(out, expected)})
-    return found
-
-
-def kept_and_never_called(some: bool) -> dict[str, Any]:
-    """An override that holds ours, and calls it in no layer, or not in the first."""
-    model = models.build("wan")
-    patched = patch(model, topk=1.0)
-    ours = _options(patched)[KEY]
-
-    def override(func: Any, *args: Any, **kwargs: Any) -> Any:
-        layer = (kwargs.get("transformer_options") or {}).get("block_index")
-        return ours(func, *args, **kwargs) if some and layer else func(*args, **kwargs)
-
-    _options(patched)[KEY] = override
-    with reports() as found:
-        out = sample(patched, "wan")
-    return found[0] | {"error": relative_error(out, sample(model, "wan"))}
-
-
-def with_backends(order: str, twice: bool = False) -> dict[str, Any]:
+def with_backends(order: str) -> dict[str, Any]:
     """ComfyUI's node for a backend, before ours or after it."""
     model = models.build("wan")
     choose = lambda m: ModelAttentionBackend().patch(m, "pytorch attention")[0]  # noqa: E731
@@ -135,54 +101,3 @@ def with_backends(order: str, twice: bool = False) -> dict[str, Any]:
         clone.set_model_optimized_attention(function)
         own.append(host.is_own_backend(_options(clone)[KEY]))
     return found[0] | {"error": relative_error(out, sample(model, "wan")), "own": own}
-
-
-def copied_deeply(at: str, **widgets: Any) -> dict[str, Any]:
-    """Packs that copy the options of a model deeply, between runs or in each pass."""
-    model = models.build("wan")
-    patched = patch(model, **widgets)
-    expected = sample(patched, "wan")
-    if at == "between runs":
-        patched = patched.clone()
-        patched.model_options = copy.deepcopy(patched.model_options)
-    else:
-
-        def wrapper(apply_model: Any, given: Mapping[str, Any]) -> Any:
-            return apply_model(given["input"], given["timestep"], **copy.deepcopy(given["c"]))
-
-        patched = patched.clone()
-        patched.set_model_unet_function_wrapper(wrapper)
-    with reports() as found:
-        out = sample(patched, "wan")
-    return found[0] | {"same": torch.equal(out, expected)}
-
-
-def preferred(mode: str, compiled: bool = False, **widgets: Any) -> dict[str, Any]:
-    """A model whose file prefers a function for the self-attention of its first block, in a ComfyUI
-    that has such models: calls of that function without our node, and with it."""
-    model, calls = models.build("wan"), []
-
-    def chosen(*args: Any, **kwargs: Any) -> torch.Tensor:
-        calls.append(kwargs["transformer_options"]["block_index"])
-        return attention.attention_pytorch(*args, **kwargs)
-
-    model.model.diffusion_model.blocks[0].self_attn.comfy_attention.function = chosen
-    expected = sample(model, "wan")
-    without, calls[:] = list(calls), []
-    patched = patch(model, mode=mode, **widgets)
-    if compiled:
-        from scenarios import compiled as compile_model
-
-        patched = compile_model(patched)
-    with reports() as found:
-        out = sample(patched, "wan")
-    return found[0] | {
-        "error": relative_error(out, expected),
-        "without": without,
-        "with": list(calls),
-    }
-
-
-def has_preferences() -> bool:
-    """Whether this ComfyUI knows models whose files prefer a function for attention."""
-    return hasattr(attention, "ComfyAttention")

@@ -93,13 +93,6 @@ class Recorder:
 
         return override
 
-    def patch(self, model: Any, chained: bool) -> Any:
-        clone = model.clone()
-        options = clone.model_options["transformer_options"]
-        previous = options.get("optimized_attention_override") if chained else None
-        options["optimized_attention_override"] = self.over(previous)
-        return clone
-
 
 @contextlib.contextmanager
 def reports() -> Iterator[list[dict[str, Any]]]:

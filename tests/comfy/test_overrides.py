@@ -58,13 +58,6 @@ def test_wherever_it_is_set(comfyui, place, sparse):
     assert got["sparse"] == sparse and got["changes"] > EIGHT_BIT > got["error"]
 
 
-@pytest.mark.parametrize("meaning", ["backend", "temperature"])
-def test_without_dense_steps_the_first_one_tells(comfyui, meaning):
-    got = comfyui.run("overridden", name="wan", meaning=meaning, start_percent=0.0, **ALL)
-    assert got["reasons"][CHECKING] == (4 if meaning == "backend" else 2)
-    assert got["sparse"] == (8 if meaning == "backend" else 0) and got["error"] < EIGHT_BIT
-
-
 @pytest.mark.parametrize("split", [False, True], ids=["one pass", "a pass a prompt"])
 def test_layers_in_which_it_does_not_act_are_sparse(comfyui, split):
     given = {"meaning": "gain", "where": "the second block", "split": split}
@@ -88,38 +81,9 @@ def test_one_that_begins_to_act_later_is_noticed(comfyui, widgets):
     assert got["error"] < 0.1 * got["changes"]
 
 
-def test_one_that_comes_between_two_runs_is_noticed(comfyui):
-    before, changed, after = comfyui.run("from_one_run_to_the_next", **ALL)
-    assert before["sparse"] == after["sparse"] > 0 == changed["sparse"]
-    assert max(run["error"] for run in (before, changed, after)) < EIGHT_BIT
-
-
-def test_one_that_keeps_ours_and_never_calls_it(comfyui):
-    got = comfyui.run("kept_and_never_called", some=False)
-    assert got["error"] == got["sparse"] == got["dense"] == 0
-    assert got["verdict"] == "No attention call reached this node\nPut it last, before the sampler"
-    assert comfyui.run("kept_and_never_called", some=True)["sparse"] == 3
-
-
 @pytest.mark.parametrize("order", ["before", "after"])
 def test_comfyuis_node_for_a_backend_is_known(comfyui, order):
     """It is known without a comparison; a function that is none of ComfyUI's is not."""
     got = comfyui.run("with_backends", order=order)
     assert got["sparse"] == 6 and CHECKING not in got["reasons"] and got["error"] < EIGHT_BIT
     assert got["own"] == [True, True, True, False]
-
-
-@pytest.mark.parametrize("at", ["between runs", "in each pass"])
-@pytest.mark.parametrize("widgets", [{"topk": 0.5}, {"mode": "auto quality"}, BUDGET], ids=str)
-def test_options_that_are_copied_deeply(comfyui, widgets, at):
-    got = comfyui.run("copied_deeply", at=at, **widgets)
-    assert got["same"] and got["sparse"] == 6
-
-
-def test_what_a_model_prefers_by_its_file(comfyui):
-    if not comfyui.run("has_preferences"):
-        pytest.skip("this ComfyUI has no models that prefer a function")
-    for compiled in (False, True):
-        got = comfyui.run("preferred", mode="manual", compiled=compiled, topk=1.0)
-        assert got["without"] == [0] * 4 and got["with"] == [0], "the dense step has it"
-        assert got["sparse"] == 6 and got["error"] < EIGHT_BIT

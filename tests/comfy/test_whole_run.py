@@ -32,10 +32,3 @@ def test_two_models_one_by_one_beside_companions(comfyui_env, tmp_path) -> None:
     assert rows[AUTO]["report"].count("[Sparge]") == 2 and rows[AUTO]["sparse_calls"] > 0
     assert rows["default + EasyCache 3"]["skipped_steps"] > 0
     assert 0 < rows["default + fp8"]["rel_l2_call"] < 0.1
-
-
-def test_first_steps_stand_for_all(comfyui_env, tmp_path) -> None:
-    options = ["--models", "hunyuan", "--only-first", "5"]
-    rows = rows_of(tmp_path / "rows.jsonl", comfyui_env, *options)
-    assert (len(rows["default"]["seconds"]), len(rows[AUTO]["seconds"])) == (3, 5)
-    assert all(row["run_seconds"] > row["sampled_seconds"] for row in rows.values())
