@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import weakref
 from collections import Counter
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from tests.nodes.parts import BLOCKS, HEADS, LATENT, TOKENS, network
+from tests.nodes.parts import BLOCKS, HEADS, TOKENS, network
 
 pytestmark = pytest.mark.usefixtures("reference_allowed")
 
@@ -110,55 +109,6 @@ def test_what_other_calls_do_without_is_allocated_untracked(
     assert len(entered) - auto * 10 * BLOCKS * chunks < 10, "each layer is measured once"
 
 
-@pytest.fixture
-def dense_calls(load_pack, monkeypatch):
-    """Results of the dense attention under the node, as a list; set `.error` to raise it."""
-    forward = load_pack("nodes.run").Forward
-    attend = forward.attend
-
-    class Results(list):
-        error = None
-
-    results = Results()
-
-    def watched(self, call, dense):
-        def counted():
-            if results.error is not None:
-                raise results.error
-            results.append(dense())
-            return results[-1]
-
-        return attend(self, call, counted)
-
-    monkeypatch.setattr(forward, "attend", watched)
-    return results
-
-
-def test_memory_that_dense_attention_lacks_is_not_measurings_fault(sampled, step, dense_calls):
-    dense_calls.error = torch.OutOfMemoryError("full")
-    with pytest.raises(torch.OutOfMemoryError):
-        sampled(step, [0.5, 0.4], start_percent=0.0, **AUTO)
-
-
-@pytest.mark.parametrize("comes_again", [True, False])
-def test_a_layer_that_was_skipped_when_it_should_be_measured(sampled, step, comes_again):
-    """A cache skips it in the last three dense passes: it alone is measured where it comes again,
-    and is sparse one step later.
-    """
-    passes = itertools.count()
-
-    def cached(attend):
-        number, layers = next(passes), itertools.count()
-        skips = 1 <= number <= 3 or (number > 3 and not comes_again)
-        return step(
-            lambda q, k, v, heads: v if skips and next(layers) == 1 else attend(q, k, v, heads)
-        )
-
-    got = sampled(cached, [1.0, 0.9, 0.8, 0.7, 0.5, 0.4], start_percent=0.45, **AUTO)
-    assert got.counts.reasons["measuring"] == comes_again
-    assert got.counts.sparse == 2 + comes_again
-
-
 def test_the_result_of_a_run_holds_nothing_of_it(sampled, step, runs):
     got = sampled(step, DENSE_THEN_SPARSE, **AUTO)
     report, run = got.last, weakref.ref(got.run)
@@ -175,12 +125,3 @@ def test_the_result_of_a_run_holds_nothing_of_it(sampled, step, runs):
     torch.testing.assert_close(heads.density.mean(1), found.by_step[:, 2:].mean(1))
     assert report.error == pytest.approx(float((heads.expected * heads.weight).mean()))
     assert 0 < report.error <= 0.06, "blocks are large beside so few tokens"
-
-
-def test_the_same_run_twice(session, patch, step):
-    patched = patch(quality="fast", **AUTO)
-    first, second = (
-        torch.stack([torch.stack(each) for each in given])
-        for given in (session(patched, LATENT).sample(step, DENSE_THEN_SPARSE) for _ in range(2))
-    )
-    assert torch.equal(first, second)

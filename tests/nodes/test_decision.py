@@ -58,22 +58,6 @@ def test_all_but_long_self_attention_has_a_reason(why, case, reason):
     assert why(**case) == reason
 
 
-@pytest.mark.parametrize(
-    ("keys", "mask", "reason"),
-    [
-        (320, True, "attention mask"),  # some queries of a masked self-attention: LTXV's guides
-        (340, True, "attention mask"),
-        (24, True, "cross-attention"),
-        (24, False, "cross-attention"),
-        (320, False, None),
-    ],
-)
-def test_masked_self_attention_may_come_in_parts(decision, settings, layout_of, keys, mask, reason):
-    call = decision.CallFacts(200, keys, has_mask=mask)
-    layout = layout_of((4, 8, 10), "NONE", context=24)
-    assert decision.Decision.of(call, layout, settings(min_tokens=0)).why_exact == reason
-
-
 #: Queries, keys and kind of calls of a clip of 4 frames of 80 tokens, whose model is given 77 of
 #: text, 257 of a picture and 30 of sound.
 CALLS = {
@@ -107,31 +91,3 @@ def test_what_attends_to_what(decision, settings, layout_of, case, known):
     queries, keys, kind = CALLS[case]
     found = decision.Decision.of(decision.CallFacts(queries, keys), layout, settings(), beside={30})
     assert found.kind is decision.Kind[kind]
-
-
-@pytest.mark.parametrize("queries", [80, 320])
-def test_sound_as_long_as_the_clip_tells_nothing(decision, settings, layout_of, queries):
-    """The clip attends to itself, in parts or not, in as many tokens."""
-    layout, call = layout_of((4, 8, 10), "NONE"), decision.CallFacts(queries, 320)
-    found = decision.Decision.of(call, layout, settings(min_tokens=0), beside={320})
-    assert (found.is_of_clip, found.why_exact) == (True, None)
-
-
-@pytest.mark.parametrize("frames", [True, False])
-def test_parts_of_a_self_attention_are_for_manual_mode(decision, settings, layout_of, frames):
-    layout = layout_of((4, 8, 10), "NONE", frame_by_frame=True) if frames else layout_of()
-    call = decision.CallFacts(80 if frames else 180, 320)
-    manual, auto = settings(min_tokens=100), settings(min_tokens=100, mode="auto quality")
-    why = decision.FRAME_BY_FRAME if frames else decision.DIFFERENT_NUMBERS
-    assert decision.Decision.of(call, layout, manual).why_exact is None
-    assert decision.Decision.of(call, layout, auto).why_exact == why
-
-
-def test_text_that_attends_to_itself_stays_exact(decision, settings, layout_of):
-    """The token refiner of HunyuanVideo, with min_tokens 0."""
-    layout, calls = layout_of((4, 8, 10), "FIRST"), [(n, n) for n in (24, 79, 80, 320, 344)]
-    why = [
-        decision.Decision.of(decision.CallFacts(*call), layout, settings(min_tokens=0)).why_exact
-        for call in calls
-    ]
-    assert why == ["fewer tokens than a frame has"] * 2 + [None] * 3

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import sys
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -74,22 +73,6 @@ def test_the_dense_steps_are_in_eight_bits_and_measured(timed, run, load_pack, q
     assert torch.equal(got.given[0], torch.cat([dense] * 2)), "cond and uncond"
     true = torch.nn.functional.scaled_dot_product_attention(*qkv).transpose(1, 2).flatten(2)
     assert not torch.equal(dense, true) and torch.allclose(dense, true, atol=0.1)
-
-
-def test_a_layer_of_the_first_step_tells_what_exact_attention_takes(
-    timed, run, load_pack, monkeypatch
-):
-    """This model has two layers, of which the second tells it; larger ones have two that do."""
-    monkeypatch.setattr(load_pack("sparge.session.report").PassRecord, "times", lambda *given: True)
-    event = Mock(elapsed_time=lambda end: 1000.0)
-    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    timed(2.0)
-    got = run(start_percent=0.4, sigmas=(0.9, 0.85, 0.7, 0.5))
-    time, exact = got.last.time, load_pack("sparge.session.timing").Backend.EXACT
-    assert (got.counts.eight_bit, got.counts.dense) == (3 * BLOCKS - 1, 3 * BLOCKS)
-    assert [step for step, of_step in time.by_step.items() if exact in of_step] == [0]
-    assert not time.is_foretold
 
 
 def test_not_where_exact_is_faster_nor_in_manual_mode(timed, run):

@@ -57,12 +57,6 @@ def test_the_next_targets_kernels_run(load_pack, refusing, warmed, caplog):
     assert path == ("[Sparge] attention on cuda:0 by mma.sync: sm_90 is built without wgmma")
 
 
-def test_attention_stays_dense_where_no_target_compiles(load_pack, refusing, warmed, caplog):
-    refusing("attend_hopper", "attend")
-    assert warmed() == load_pack("sparge.kernels.warmup").KERNEL_DID_NOT_COMPILE
-    assert "attend-sm_90-" in caplog.messages[-1]
-
-
 def test_the_report_says_so_once(
     load_pack, refusing, warmed, monkeypatch, reference_allowed, sampled, step
 ):

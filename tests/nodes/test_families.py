@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -192,13 +191,6 @@ def test_the_guide_lists_every_model(families):
     known = {family.name: family.text.value for family in families.FAMILIES.values()}
     assert {name: text for name, text in said.items() if text != "not known"} == known
     assert len(listed) == len(said)
-
-
-def test_the_readme_names_every_known_model(families):
-    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    said = re.split(r",\s|\sand\s", readme.split("The node knows ")[1].split(".")[0])
-    known = {part for family in families.FAMILIES.values() for part in family.name.split(" or ")}
-    assert {name.strip() for name in said} == known and len(said) == len(known)
 
 
 @pytest.mark.parametrize("case", BESIDE)

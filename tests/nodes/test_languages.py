@@ -85,35 +85,6 @@ def test_every_text_of_every_node_is_in_every_language(english) -> None:
     assert unknown == [], "no node has these: remove them from the table, or name them anew"
 
 
-#: A label has the English name of a widget, because tooltips, help pages and the log use it. Of
-#: other inputs these kinds are known to all.
-KNOWN_SOCKETS = (
-    "ModelInput",
-    "WANVIDEOMODELInput",
-    "ConditioningInput",
-    "LatentInput",
-    "ImageInput",
-)
-LONGEST_LABEL = 34  # a node that is as wide as ComfyUI makes it shows the value beside it
-
-
-def test_labels_keep_the_name_that_other_texts_use(schemas) -> None:
-    for schema in schemas:
-        for key, each in widgets(schema):
-            if type(each).__name__ in KNOWN_SOCKETS:
-                continue
-            for language, label in TEXTS[schema.node_id, "inputs", key, "name"].items():
-                assert each.id in label and len(label) <= LONGEST_LABEL, (language, label)
-
-
-def test_display_names_begin_with_the_english_one(schemas) -> None:
-    """So texts, reasons and workflows may call a node by it, and a search for it finds the node."""
-    for schema in schemas:
-        name = schema.display_name.split(" (")[0]
-        for language, label in TEXTS[schema.node_id, "display_name"].items():
-            assert re.match(rf"{name} ?[(（].", label), (language, label)  # noqa: RUF001 - a full-width bracket is meant
-
-
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 

@@ -70,13 +70,6 @@ def test_a_model_that_gives_none_but_those(told, spoil, why, mode):
     assert "NOTHING WAS SPARSE" in got.line and "could not be measured" not in got.line
 
 
-@pytest.mark.parametrize("spoil", [nan_of_a_weight, nan_in_one_query])
-def test_one_layer_of_them(told, spoil):
-    got = told(spoil, which=[1])
-    assert (got.counts.sparse, got.counts.reasons[NAN]) == (3 * (BLOCKS - 1), 3)
-    assert got.line.count(NAN) == 1
-
-
 SPARSE = "in the results of sparse calls"
 LAST = BLOCKS - 1
 

@@ -4,8 +4,6 @@ with a reason; and errors of the pack's own are dense, counted and in the log.""
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 
@@ -124,16 +122,6 @@ def test_shapes_for_another_node(outcome, name, mode):
     assert counts.sparse == 0 and counts.dense + counts.cross == 4
 
 
-def test_a_backend_without_a_name_serves_dense_calls(load_pack, outcome, monkeypatch):
-    host = load_pack("nodes.comfyui")
-    nameless = functools.partial(plain)
-    monkeypatch.setattr(load_pack("nodes.run"), "exact_attention", lambda: nameless)
-    monkeypatch.setattr(host, "exact_attention", lambda: nameless)
-    results, counts = outcome((Q, K, V), {}, "manual", nameless)
-    assert (counts.sparse, counts.dense) == (3, 1)
-    assert torch.equal(results[0], plain(Q, K, V, HEADS))
-
-
 def test_what_dense_attention_raises_is_not_ours(outcome, caplog):
     def refuse(*args, **kwargs):
         raise ValueError("too many values to unpack")
@@ -149,37 +137,6 @@ def test_a_dense_result_of_another_shape_is_not_measured(outcome):
     results, counts = outcome((Q, K, V), {}, "auto quality", lambda q, *_, **__: q.unsqueeze(0))
     assert all(out.shape == (1, *Q.shape) for out in results)
     assert any("(1, 2, 256, 128)" in reason for reason in counts.reasons)
-
-
-@pytest.mark.parametrize(
-    ("kind", "mode", "place", "dense_after"),
-    [
-        (ValueError, "manual", "call", 3),
-        (RuntimeError, "manual", "call", 3),
-        (AssertionError, "auto quality", "call", 3),
-        (TypeError, "auto quality", "measuring", 4),
-        (RuntimeError, "auto quality", "measuring", 4),
-        (IndexError, "manual", "deciding", 4),
-    ],
-)
-def test_an_error_of_ours_is_dense_counted_and_logged(
-    load_pack, outcome, monkeypatch, caplog, kind, mode, place, dense_after
-):
-    def fail(*args, **kwargs):
-        raise kind("no such thing")
-
-    if place == "call":
-        monkeypatch.setattr(load_pack("sparge.session.calls"), "attention", fail)
-    elif place == "measuring":
-        monkeypatch.setattr(load_pack("sparge.session.heads"), "measure", fail)
-    else:
-        monkeypatch.setattr(load_pack("sparge.session").TokenLayout, "exact_tokens", fail)
-    results, counts = outcome((Q, K, V), {}, mode)
-    assert all(torch.equal(out, plain(Q, K, V, HEADS)) for out in results)
-    failed = load_pack("sparge.session").FAILED
-    assert counts.sparse == 0 and counts.reasons[failed] == dense_after
-    (record,) = (x for x in caplog.records if "Please report it" in x.message)
-    assert f"{kind.__name__}: no such thing" in record.message and record.exc_info
 
 
 @pytest.mark.parametrize("where", ["begin", "end"])

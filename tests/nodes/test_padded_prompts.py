@@ -160,11 +160,3 @@ def test_a_mask_that_each_layer_and_step_fills_anew_is_read_anew(run, qkv, write
     assert [tokens for tokens, _ in got.asked[:4]] == [n + GRID for n in (REAL, 7, TEXT, 33)]
     for out, mask in zip(chain(*got.given), masks * 2, strict=True):
         assert relative_error(out, masked(qkv, mask)) < EIGHT_BIT
-
-
-def test_masked_calls_stay_dense_while_a_cuda_graph_is_captured(load_pack, run, qkv, monkeypatch):
-    module = load_pack("sparge.session.calls")
-    monkeypatch.setattr(module, "is_captured", lambda tensor: True)
-    got = run(padding())
-    assert got.counts.sparse == 0 and got.counts.reasons == {module.CAPTURED: 1}
-    assert torch.equal(got.given[0], masked(qkv, padding()))

@@ -93,12 +93,6 @@ def test_plain(excess, qkv, backend):
     assert excess(*qkv, backend(*qkv)) < 0.9
 
 
-@pytest.mark.parametrize("qkv", sorted(DATA.keys() - {"outlier channels"}), indirect=True)
-def test_int8_of_keys_as_they_are_is_plain_where_no_channel_stands_out(excess, qkv):
-    """There it errs by more than 8 bits have to."""
-    assert excess(*qkv, sage(*qkv, smooth=False)) < 0.9
-
-
 def temperature(by, backend=exact):
     return lambda q, k, v: backend(q * by, k, v)
 

@@ -113,31 +113,8 @@ def test_the_picture_shows_densities(picture, result):
         assert torch.equal((255 * image[0][at]).round(), torch.as_tensor(colour).float())
 
 
-def test_the_picture_says_what_it_shows(picture, result, monkeypatch):
-    """In letters that half the width leaves legible."""
-    words, write = {}, picture.write
-
-    def listen(image, text, top, left, colour=None, size=picture.NUMBER, before=0.0):
-        words[text] = size
-        write(image, text, top, left, size=size, before=before)
-
-    monkeypatch.setattr(picture, "write", listen)
-    picture.draw(result())
-    headline = "3 of 4 calls were sparse"
-    told = {headline, "skipped", "computed", "layer", "step"}
-    assert told <= words.keys() and min(words.values()) >= 22
-    assert max(words, key=lambda text: words[text]) == headline
-    assert {"1", "2", "3", "0", "7"} <= words.keys(), "numbers of steps and layers"
-
-
 def test_a_run_without_layers_has_a_picture_of_words(picture, result):
     assert inked(picture.draw(result(by_step=torch.empty(0, 3)))) > 100
-
-
-@pytest.mark.parametrize(("layers", "steps"), [(1, 1), (60, 50), (200, 1000)])
-def test_pictures_of_any_size(picture, result, layers, steps):
-    image = picture.draw(result(by_step=torch.rand(layers, steps)))
-    assert image.shape[1] <= 800 and image.shape[2] == 800
 
 
 @pytest.fixture

@@ -66,19 +66,3 @@ def test_sound_counts_but_is_no_layer_of_the_picture(sampled, generator, share):
     assert found.layers.tolist() == list(range(BLOCKS))
     computed = found.of_sparse_calls * TOKENS**2 + SOUND**2
     assert share(got) == pytest.approx(100 * computed / (TOKENS**2 + SOUND**2), abs=0.05)
-
-
-def test_guides_count_but_are_no_layer_of_the_picture(sampled, generator):
-    """LTXV calls for them apart from the clip, with a mask."""
-    clip = torch.randn(1, TOKENS, HEADS * 64, generator=generator)
-    parts = clip.split((192, 64), 1)
-    model = network("LTXBaseModel", num_attention_heads=HEADS, transformer_blocks=range(BLOCKS))
-
-    def step(attend):
-        for part in BLOCKS * parts:
-            attend(part, clip, clip, HEADS, mask=torch.zeros(1, 1, part.shape[1], TOKENS))
-
-    got = sampled(step, [0.5], model, (4, 8, 8))
-    assert got.counts.reasons == {"attention mask": 2 * BLOCKS}
-    assert got.last.densities.by_step.numel() == 0 and got.last.densities.overall == 1
-    assert "Density by step, %: 100" in got.details

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Words of a run without a sparse call, on the node, in the report and in the picture.
+"""Words of a run without a sparse call, on the node and in the report.
 
 They give the reason that is true, and nothing that sends its user the wrong way.
 """
@@ -22,21 +22,12 @@ DEFAULT_STEPS = (1.0, 0.7, 0.6)
 
 @pytest.fixture
 def told(load_pack, sampled, monkeypatch):
-    """told(step, sigmas, ...): a run and the words of its picture. step is given attend(queries,
-    keys) for calls over so many tokens. sound: tokens of what is sampled beside the clip."""
+    """told(step, sigmas, ...): a run. step is given attend(queries, keys) for calls over so many
+    tokens. sound: tokens of what is sampled beside the clip."""
     # The process remembers a graph that another test had traced whole.
     monkeypatch.setattr(load_pack("sparge.common.compiling"), "_traced", set())
-    picture, words = load_pack("nodes.sparge_report"), []
-    write = picture.write
-    monkeypatch.setattr(
-        picture,
-        "write",
-        lambda image, text, *args, **more: (words.append(text), write(image, text, *args, **more)),
-    )
 
     def run(step, sigmas=DEFAULT_STEPS, sound=0, **given):
-        words.clear()
-
         def forward(attend):
             def of(queries, keys):
                 q, k = (torch.ones(1, n, WIDTH) for n in (queries, keys))
@@ -53,9 +44,7 @@ def told(load_pack, sampled, monkeypatch):
             }
         given = {"context": torch.zeros(1, TEXT, 8)} | given
         got = sampled(forward, sigmas, raises=(KeyboardInterrupt,), **given)
-        assert picture.draw(got.last).shape[2] <= 1500
         assert got.details.startswith(got.line)
-        got.picture = " ".join(dict.fromkeys(words)).lower()
         return got
 
     return run
@@ -100,13 +89,12 @@ def test_another_node_replaces_the_clips_self_attention(told, mode, min_tokens, 
     assert ", 256 tokens; " in got.line
     assert "min_tokens" not in got.line and "start_percent" not in got.line
     assert "3 other dense self-attention calls" in got.line
-    assert "the clip's self-attention did not reach this node; another node" in got.picture
 
 
 def test_sound_as_long_as_the_clip_is_not_taken_for_it(told):
     """Nor the clip for sound: nothing tells them apart but their order."""
     got = told(lambda attend: [attend(TOKENS, TOKENS), attend(TOKENS, TEXT)], sound=TOKENS)
-    assert got.counts.sparse == 2 and "computed" in got.picture and "reach" not in got.line
+    assert got.counts.sparse == 2 and "reach" not in got.line
 
 
 def test_a_picture_is_no_clip(told):

@@ -59,17 +59,6 @@ def test_waiting_can_be_cancelled(warmup, warm):
         finish.set()
 
 
-def test_only_a_compilation_is_shown(warmup, warm, monkeypatch):
-    shown = []
-    warm(lambda device, specs, progress: [progress(n, 2, "attend") for n in (1, 2)])
-    warmup.warm_up(CPU, shown.append).wait(never_cancelled)
-    assert shown == []
-    monkeypatch.setattr(warmup, "_WORTH_TELLING_SECONDS", -1.0)
-    monkeypatch.setattr(warmup, "_warmups", {})
-    warmup.warm_up(CPU, shown.append).wait(never_cancelled)
-    assert [text.split(": ")[1].split(",")[0] for text in shown] == ["1 of 2", "2 of 2"]
-
-
 @pytest.fixture
 def tries(warmup, warm):
     """tries(error): how often kernels are compiled in three warm-ups of which the first one fails,
