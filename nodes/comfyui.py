@@ -104,11 +104,6 @@ def untracked_allocations() -> AbstractContextManager[None]:
     return getattr(prefetch, "pause_malloc_graph", nullcontext)()
 
 
-def exact_attention() -> Callable[..., torch.Tensor]:
-    """ComfyUI's own function for exact attention, as its start options chose it."""
-    return attention.optimized_attention
-
-
 def is_own_backend(override: Callable[..., Any]) -> bool:
     """Whether an override is what ComfyUI itself makes of one of its functions for attention
     (*Model Attention Backend*)."""
@@ -120,7 +115,8 @@ def is_own_backend(override: Callable[..., Any]) -> bool:
 
 
 def exact_backend() -> Exact:
-    chosen = exact_attention()
+    """ComfyUI's own function for exact attention, as its start options chose it."""
+    chosen = attention.optimized_attention
     return Exact(
         backend_name(chosen), lambda q, k, v: chosen(q, k, v, q.shape[1], skip_reshape=True)
     )

@@ -29,7 +29,7 @@ from ..sparge.session import (
 )
 from ..sparge.session.calls import Decision
 from .attention_call import AttentionCall
-from .comfyui import exact_attention, exact_backend, untracked_allocations
+from .comfyui import exact_backend, untracked_allocations
 from .families import ModelLayout, token_layout
 from .override_check import CHANGES, Check, OverrideChecks
 
@@ -80,7 +80,7 @@ class Run(Session):
             untracked=untracked_allocations,
         )
         self.owner = owner
-        self.backend_function: str = getattr(exact_attention(), "__name__", "")
+        self.backend_function = self.exact.name.split(" ")[0]
         """Name of the function that times of exact calls are of."""
         self.override_checks = OverrideChecks(self.failures)
         falls = settings.aim is not None and settings.aim.kind == "budget"

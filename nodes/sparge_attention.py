@@ -109,18 +109,6 @@ def _topk(tooltip: str) -> Any:
     return _number("topk", (0.05, 1.0, 0.01), tooltip, display_mode=slider)
 
 
-def _quality() -> Any:
-    return _widget(
-        io.Combo,
-        "quality",
-        "How close the clip stays to the one without this node. fast is faster, high is truer. "
-        "Each allows attention a mean error: "
-        + ", ".join(f"{name} {100 * error:g} %" for name, error in QUALITIES.items())
-        + ".",
-        options=list(QUALITIES),
-    )
-
-
 def _manual() -> list[Any]:
     return [
         _topk(
@@ -164,6 +152,15 @@ def _manual() -> list[Any]:
 
 def _widgets() -> list[Any]:
     option = io.DynamicCombo.Option
+    quality = _widget(
+        io.Combo,
+        "quality",
+        "How close the clip stays to the one without this node. fast is faster, high is truer. "
+        "Each allows attention a mean error: "
+        + ", ".join(f"{name} {100 * error:g} %" for name, error in QUALITIES.items())
+        + ".",
+        options=list(QUALITIES),
+    )
     average = (
         "How much of the attention is computed, on average: parts of the model that need more get "
         "more. Lower is faster, higher is truer: start with 0.5 and go down while you like the "
@@ -179,7 +176,7 @@ def _widgets() -> list[Any]:
                 "can count on. manual: fixed numbers, the same for the whole model."
             ),
             options=[
-                option(AUTO_QUALITY, [_quality()]),
+                option(AUTO_QUALITY, [quality]),
                 option(AUTO_BUDGET, [_topk(average)]),
                 option(MANUAL, _manual()),
             ],

@@ -9,7 +9,6 @@ import math
 import textwrap
 from typing import Any
 
-import numpy
 import torch
 from comfy_api.latest import io, ui
 from PIL import Image, ImageDraw, ImageFont
@@ -163,7 +162,8 @@ def coloured(density: Tensor) -> Tensor:
 
 
 def _as_tensor(image: Image.Image) -> Tensor:
-    return torch.from_numpy(numpy.array(image))[None].float() / 255
+    pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
+    return pixels.view(1, image.height, image.width, 3).float() / 255
 
 
 @functools.cache
