@@ -175,7 +175,8 @@ class LayerCounter:
         """Layers that do not call: other nodes replace them, or their self-attention."""
         key = self.layout.left_out_key
         replaced = (options.get("patches_replace") or {}).get("dit") or ()
-        numbers = {x[1] for x in replaced if x[0] == "double_block" and len(x) == 2}
+        places = (x for x in replaced if isinstance(x, tuple) and len(x) == 2)
+        numbers = {number for kind, number in places if kind == "double_block"}
         return numbers.union((options.get(key) if key else None) or ())
 
     def _is_without_text(self, tokens: int) -> bool:
