@@ -120,12 +120,9 @@ class Host:
     def warm_up_seconds(self) -> float:
         """Seconds until this GPU's kernels are compiled and loaded, which a first run would wait
         for."""
-        hook, settings = (
-            sys.modules[f"{self._pack}.nodes.{name}"] for name in ("hook", "settings")
-        )
+        warmup = sys.modules[f"{self._pack}.sparge.kernels.warmup"]
         started = time.perf_counter()
-        warmup = hook.Hook(settings.Settings(), None).prepare_kernels(self.device)
-        failure = warmup.wait(lambda: None)
+        failure = warmup.warm_up(self.device, lambda text: None).wait(lambda: None)
         assert failure is None, failure
         return time.perf_counter() - started
 

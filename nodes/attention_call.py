@@ -25,30 +25,16 @@ _KNOWN_OPTIONS = {
 _REFERENCES = "reference_image_num_tokens"
 #: Method that classes have whose tensors have no memory of their own.
 _DISPATCH = "__torch_dispatch__"
-#: Arguments of ComfyUI's functions for attention, in their order, and their defaults.
-_ARGUMENTS: Mapping[str, Any] = {
-    "q": None, "k": None, "v": None, "heads": None, "mask": None, "attn_precision": None,
-    "skip_reshape": False, "skip_output_reshape": False,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class AttentionCall(GivenCall):
-    """One call: q, k, v are (B, S, H*D), or (B, H, S, D) when ``skip_reshape``, in any strides. k
-    and v may be (B, S, H, D) as well.
+    """One call, by the views of its tensors that go together."""
 
-    The result is (B, S, H*D), or (B, H, S, D) when ``skip_output_reshape``, in q's dtype.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    heads: int
+    call: Call
     mask: Tensor | None
-    skip_reshape: bool
-    skip_output_reshape: bool
-    options: dict[str, Any]
-    by_backend: bool = False
+    options: Mapping[str, Any]
+    by_backend: bool
     """Whether ComfyUI's own function serves a dense call, that the run's times are of."""
     override: Callable[..., Tensor] | None = None
     """Override of another node that serves a dense call, where it may be more than a backend."""
@@ -58,49 +44,44 @@ class AttentionCall(GivenCall):
         cls,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        by_backend: bool,
-        override: Callable[..., Tensor] | None,
+        by_backend: bool = False,
+        override: Callable[..., Tensor] | None = None,
     ) -> AttentionCall | None:
         """Call by the arguments of ComfyUI's functions for attention; None where they are others,
-        or its tensors not such as this pack can read."""
-        given = dict(zip(_ARGUMENTS, args, strict=False))
-        options = {name: value for name, value in kwargs.items() if name not in _ARGUMENTS}
-        named = {name: value for name, value in kwargs.items() if name in _ARGUMENTS}
-        if len(args) > len(_ARGUMENTS) or given.keys() & named.keys():
+        or its tensors not such as this pack can read.
+
+        q, k, v are (B, S, H*D), or (B, H, S, D) when ``skip_reshape``, in any strides; k and v may
+        be (B, S, H, D) as well. The result is (B, S, H*D), or (B, H, S, D) when
+        ``skip_output_reshape``, in q's dtype.
+        """
+        try:
+            q, k, v, heads, mask, skip_reshape, skip_output_reshape, options = _named(
+                *args, **kwargs
+            )
+        except TypeError:
             return None
-        q, k, v, heads, mask, _, skip_reshape, skip_output_reshape = {
-            **_ARGUMENTS, **given, **named
-        }.values()  # fmt: skip
-        tensors = [x for x in (q, k, v, mask) if x is not None]
-        if len(tensors) < 3 or not isinstance(heads, int) or not all(map(_is_plain, tensors)):
+        tensors = (q, k, v) if mask is None else (q, k, v, mask)
+        if not isinstance(heads, int) or not all(map(_is_plain, tensors)):
             return None
-        return cls(
-            q, k, v, heads, mask, bool(skip_reshape), bool(skip_output_reshape), options,
-            by_backend, override,
-        )  # fmt: skip
+        # Plain tensors: a GGUF loader's class, which changes new_empty, clone and shape, passes
+        # from the weights of a norm to q and k when DynamicVRAM loads the model.
+        q, k, v = (x.as_subclass(Tensor) for x in (q, k, v))
+        views = (q, k, v) if skip_reshape else _split(q, k, v, heads)
+        if views is None or not _go_together(*views):
+            return None
+        layout = "HND" if skip_output_reshape else "flat"
+        call = Call(*views, options.get("scale"), layout, by_backend and mask is None)
+        return cls(call, mask, options, by_backend, override)
 
     @cached_property
-    def tensors(self) -> Call | str:
-        """Views of q, k and v that go together; or the reason why there are none, for the user.
-
-        The views are plain tensors: a GGUF loader's class, which changes new_empty, clone and
-        shape, passes from the weights of a norm to q and k when DynamicVRAM loads the model.
-        """
-        q, k, v = (x.as_subclass(Tensor) for x in (self.q, self.k, self.v))
-        views = (q, k, v) if self.skip_reshape else _split(q, k, v, self.heads)
-        if views is None or not _go_together(*views):
-            sizes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-            return f"the model sends shapes that this node does not serve: {sizes}"
-        layout = "HND" if self.skip_output_reshape else "flat"
-        by_backend = self.by_backend and self.mask is None
-        return Call(*views, self.options.get("scale"), layout, by_backend)
+    def tensors(self) -> Call:
+        return self.call
 
     @cached_property
     def facts(self) -> CallFacts:
-        references = _sum_of_counts(self.transformer_options.get(_REFERENCES))
         return CallFacts(
-            query_tokens=self._tokens(self.q),
-            key_tokens=self._tokens(self.k),
+            query_tokens=self.call.query_tokens,
+            key_tokens=self.call.k.shape[2],
             has_mask=self.mask is not None,
             masks_keys=self.key_mask is not None,
             refuses_low_precision=self.options.get("low_precision_attention") is False,
@@ -108,10 +89,9 @@ class AttentionCall(GivenCall):
                 name
                 for name, value in self.options.items()
                 if name not in _KNOWN_OPTIONS and value is not None and value is not False
-            )
-            + ((_REFERENCES,) if references is None else ()),
-            reference_tokens=references or 0,
-            heads=self.q.shape[0] * self.heads,
+            ),
+            reference_tokens=sum(self.transformer_options.get(_REFERENCES) or ()),
+            heads=self.call.q.shape[:2].numel(),
         )
 
     @property
@@ -119,11 +99,7 @@ class AttentionCall(GivenCall):
         return self.options.get("transformer_options") or {}
 
     def of_tensors(self, call: Call) -> AttentionCall:
-        """Same call without its mask, of other tensors (B, H, S, D) in and out."""
-        return replace(
-            self, q=call.q, k=call.k, v=call.v, mask=None, skip_reshape=True,
-            skip_output_reshape=True,
-        )  # fmt: skip
+        return replace(self, call=replace(call, by_backend=self.by_backend), mask=None)
 
     @property
     def key_mask(self) -> Tensor | None:
@@ -132,32 +108,29 @@ class AttentionCall(GivenCall):
         if self.mask is None or not 2 <= self.mask.ndim <= 4:
             return None
         entries, *same, keys = self.mask.shape if self.mask.ndim > 2 else (1, *self.mask.shape)
-        of_batch = entries in (1, self.q.shape[0]) and keys == self._tokens(self.k)
+        of_batch = entries in (1, self.call.q.shape[0]) and keys == self.call.k.shape[2]
         return self.mask if of_batch and set(same) == {1} else None
 
-    def _tokens(self, tensor: Tensor) -> int:
-        """Number of tokens of `tensor`, as far as its shape tells; 0 where it does not."""
-        shape, of_q = tensor.shape, self.q.shape
-        if self.skip_reshape:
-            return shape[2] if len(shape) > 2 else 0
-        if len(shape) > 4:  # as ComfyUI's backends would read it
-            return tensor.numel() // max(1, shape[0] * of_q[-1])
-        if len(shape) == 3 and shape[0] != of_q[0]:
-            return tensor.numel() // max(1, of_q[0] * shape[2])  # as in `_split`
-        return shape[1] if len(shape) > 1 else 0
+
+def _named(
+    q: Any,
+    k: Any,
+    v: Any,
+    heads: Any,
+    mask: Any = None,
+    attn_precision: Any = None,
+    skip_reshape: Any = False,
+    skip_output_reshape: Any = False,
+    **options: Any,
+) -> tuple[Any, ...]:
+    """Arguments as ComfyUI's functions for attention have them."""
+    return q, k, v, heads, mask, skip_reshape, skip_output_reshape, options
 
 
 def _is_plain(x: object) -> bool:
     """Whether x is a tensor with memory of its own, maybe of a class whose methods are other ones:
     no container of tensors, and no quantized or distributed one."""
     return isinstance(x, Tensor) and getattr(type(x), _DISPATCH, None) is getattr(Tensor, _DISPATCH)
-
-
-def _sum_of_counts(counts: object) -> int | None:
-    """Sum of a list of whole numbers, 0 without one; None of anything else."""
-    if not isinstance(counts, (list, tuple)):
-        return 0 if counts is None else None
-    return sum(counts) if all(isinstance(count, int) for count in counts) else None
 
 
 def _split(q: Tensor, k: Tensor, v: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor] | None:

@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Model families: facts that models do not publish.
 
-They are the token grid, where text stands, and how many layers they have. To add a family, add a
-row to FAMILIES under the class name of its diffusion model (docs/developing.md has all steps). A
-model without a row works too; its tokens are then all alike to the policy, and the end-of-run line
-says so.
+They are the token grid, what stands beside it in a self-attention sequence (text, and reference
+images), and how many layers they have. To add a family, add a row to FAMILIES under the class name
+of its diffusion model (docs/developing.md has all steps). A model without a row works too; its
+tokens are then all alike to the policy, and the end-of-run line says so.
+
+Text is before or after the grid and always exact. A reference of the grid's own frame size is more
+frames of the grid. One of another size is exact before the grid, and after it keeps its tokens in
+the order they come. A wrong guess does no harm: whatever the order, each token is itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,27 +22,196 @@ from torch import Tensor
 
 from ..sparge import TokenGrid
 from ..sparge.session import TextPosition, TokenLayout
-from . import off_grid, unlisted_models
-from .layer_counts import LayerCounts
-from .off_grid import ModelInputs, OffGrid, Patch, in_patches
+
+Patch = tuple[int, int, int]
 
 
-def _num_heads(model: Any) -> int | None:
-    names = ("num_heads", "num_attention_heads", "n_heads", "heads")
-    return next((getattr(model, name) for name in names if hasattr(model, name)), None)
+@dataclass(frozen=True)
+class OffGrid:
+    """Tokens before and after the frames, and reference frames around those of the clip."""
+
+    before: int = 0
+    after: int = 0
+    first_frames: int = 0
+    """Reference frames before the clip: their keys are never dropped."""
+    last_frames: int = 0
+    tail: int = 0
+    """Tokens behind the frames that lie on no grid of theirs."""
+    loose_frames: int = 0
+    """Last frames of the grid, of which the model may leave tokens out."""
+    columns: int = 0
+    """Columns of tokens to the right of the clip, of an image that lies there."""
+
+    def around(self, grid: tuple[int, int, int]) -> TokenGrid:
+        frames, height, width = grid
+        frames += self.first_frames + self.last_frames
+        width += self.columns
+        return TokenGrid(
+            frames, height, width, self.before, self.after, self.first_frames, self.tail
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class ModelInputs:
+    """Inputs of the model: its token grid and patch, text (batch, tokens, width), the rest."""
+
+    grid: tuple[int, int, int]
+    patch: Patch
+    context: Any
+    extras: Mapping[str, Any]
+
+    @property
+    def text(self) -> int:
+        """Number of tokens of text, of all encoders (HunyuanVideo has up to three)."""
+        others = (self.extras.get(name) for name in ("txt_byt5", "clip_fea"))
+        return sum(map(length, (self.context, *others)))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a further input; () when it is not given."""
+        found = self.extras.get(name)
+        return tuple(found.shape) if isinstance(found, Tensor) else ()
+
+    def latents(self, *names: str, padded: bool = True) -> list[Patch]:
+        """Tokens along (time, height, width) of each latent of further inputs. padded: a patch that
+        the latent fills in part counts."""
+        found = [self.extras[name] for name in names if self.extras.get(name) is not None]
+        several = [y for x in found for y in (x if isinstance(x, list | tuple) else (x,))]
+        return [in_patches(latent.shape[2:], self.patch, padded) for latent in several]
+
+    def around(self, first: Sequence[Patch], last: Sequence[Patch], before: int = 0) -> OffGrid:
+        """Tokens off the grid: text, then latents before the clip and others behind it."""
+        if any(size[1:] != self.grid[1:] for size in first):
+            before, first = before + sum(map(math.prod, first)), ()
+        fitting = 0
+        while fitting < len(last) and last[fitting][1:] == self.grid[1:]:
+            fitting += 1
+        return OffGrid(
+            before,
+            first_frames=sum(time for time, *_ in first),
+            last_frames=sum(time for time, *_ in last[:fitting]),
+            tail=sum(map(math.prod, last[fitting:])),
+        )
+
+
+def pixel_dit(model: Any, inputs: ModelInputs) -> OffGrid:
+    """PixelDiT: no more of the prompt than the model has places for."""
+    return OffGrid(before=min(inputs.text, model.txt_max_length))
+
+
+def mochi(model: Any, inputs: ModelInputs) -> OffGrid:
+    """Mochi: the prompt's real tokens, without its padding."""
+    return OffGrid(after=int(inputs.extras.get("num_tokens", inputs.text)))
+
+
+def wan(model: Any, inputs: ModelInputs) -> OffGrid:
+    """Wan: no text; a reference frame before the clip, further latents behind it."""
+    has_place = getattr(model, "ref_conv", None) is not None
+    first = inputs.latents("reference_latent", padded=False) if has_place else []
+    return inputs.around(first, inputs.latents("time_dim_concat", "context_latents"))
+
+
+def ltx(model: Any, inputs: ModelInputs) -> OffGrid:
+    """LTX: guides are the last frames of the latent; of small ones the model leaves tokens out."""
+    shape = inputs.shape("keyframe_idxs")  # (batch, axes, tokens, ends)
+    guides = shape[2] if len(shape) > 2 else 0
+    frames, height, width = inputs.grid
+    return OffGrid(loose_frames=min(frames - 1, guides // (height * width)))
+
+
+def next_dit(model: Any, inputs: ModelInputs) -> OffGrid:
+    """Z-Image and Lumina 2: prompts, what a vision model saw of the images to edit, those, and the
+    picture. Z-Image fills up each of them to whole 32 tokens."""
+    step = getattr(model, "pad_tokens_multiple", None) or 1
+    images = inputs.latents("ref_latents", padded=False)
+    before, images_tokens = [inputs.text], list(map(math.prod, images))
+    if images:
+        prompts = list(map(length, inputs.extras.get("ref_contexts") or ()))
+        before += prompts + [1] * (len(images) - len(prompts))
+    if images and getattr(model, "siglip_embedder", None) is not None:
+        seen = [math.prod(x.shape[1:3]) for x in inputs.extras.get("siglip_feats") or ()]
+        seen = seen[: len(images)]
+        before += seen + [1] * (len(images) + 1 - len(seen))
+    if any(tokens % step for tokens in images_tokens):
+        before, images = before + images_tokens, []
+    exact = sum(tokens + -tokens % step for tokens in before)
+    return replace(inputs.around(images, (), exact), tail=-math.prod(inputs.grid) % step)
+
+
+def krea(model: Any, inputs: ModelInputs) -> OffGrid:
+    """Krea 2: takes images to edit where model or conditioning says how."""
+    method = inputs.extras.get("ref_latents_method", getattr(model, "default_ref_method", None))
+    images = inputs.latents("ref_latents") if method is not None else ()
+    return inputs.around((), images, inputs.text)
+
+
+def minimax(model: Any, inputs: ModelInputs) -> OffGrid:
+    """MiniMax H3: text, key frames and references with their sound, the clip's sound, the clip."""
+    packed = (inputs.extras.get("minimax_payload") or {}).get("layout")
+    return OffGrid(before=packed.segments[-1][0] if packed else inputs.text)
+
+
+def hidream(model: Any, inputs: ModelInputs) -> OffGrid:
+    """HiDream: the image to edit beside the picture; T5's text last, then Llama's last layer and
+    the one of this block."""
+    llama, image = inputs.shape("encoder_hidden_states_llama3"), inputs.shape("image_cond")
+    after = inputs.text + 2 * sum(llama[-2:-1])
+    return OffGrid(after=after, columns=sum(image[-1:]) // inputs.patch[2])
+
+
+def pose_branch(inputs: ModelInputs) -> tuple[TokenGrid, ...]:
+    """Branch of Wan Animate 2: sequences of the poses' own frames."""
+    return tuple(TokenGrid(*size) for size in inputs.latents("pose_latents") if min(size) > 0)
+
+
+def refined(inputs: ModelInputs) -> tuple[TokenGrid, ...]:
+    """Sequences of the refiners of OmniGen2 and Boogu: the picture, and the images to edit."""
+    images = inputs.latents("ref_latents")
+    of_images = [TokenGrid(*images[0], tail=sum(map(math.prod, images[1:])))] if images else []
+    return (TokenGrid(*inputs.grid), *of_images)
+
+
+def length(value: Any) -> int:
+    """Number of tokens of (batch, tokens, width)."""
+    return value.shape[1] if isinstance(value, Tensor) and value.ndim > 1 else 0
+
+
+def in_patches(cells: Sequence[int], patch: Patch, padded: bool = True) -> Patch:
+    """Tokens along (time, height, width) of latent cells along ([time,] height, width)."""
+    whole = math.ceil if padded else math.floor
+    time, height, width = (whole(c / p) for c, p in zip((1, *cells)[-3:], patch, strict=True))
+    return (time, height, width)
+
+
+def _patch(model: Any) -> Patch:
+    """Patch that a model publishes: one number for height and width, or a sequence of three, or of
+    two in the image variant of a video model."""
+    if hasattr(model, "patch_temporal"):
+        return (model.patch_temporal, model.patch_spatial, model.patch_spatial)
+    size = getattr(model, "patch_size", None) or model.patch
+    if isinstance(size, int):
+        return (getattr(model, "patch_size_t", None) or 1, size, size)
+    time, height, width = [1, *size][-3:]
+    return (time, height, width)
+
+
+def _one_cell(model: Any) -> Patch:
+    return (1, 1, 1)
 
 
 @dataclass(frozen=True)
 class Family:
-    """Facts of one family. name is for the user; patch gives latent cells per token along (time,
-    height, width)."""
+    """Facts of one family. name is for the user."""
 
     name: str
     text: TextPosition
-    patch: Callable[[Any], Patch]
+    first: tuple[str, ...] = ()
+    """Inputs of the model whose latents stand before the clip, behind the text."""
+    last: tuple[str, ...] = ()
+    """Likewise of those behind the clip."""
     off_grid: Callable[[Any, ModelInputs], OffGrid] | None = None
-    """Tokens that stand beside the grid, from the model and its inputs."""
-    heads: Callable[[Any], int | None] = _num_heads
+    """Tokens that stand beside the grid, from the model and its inputs, where that is not all."""
+    patch: Callable[[Any], Patch] = _patch
+    """Latent cells per token along (time, height, width)."""
     left_out_key: str | None = None
     """Entry of transformer_options that names layers whose self-attention the model leaves out."""
     branches: Callable[[ModelInputs], tuple[TokenGrid, ...]] | None = None
@@ -46,90 +220,83 @@ class Family:
     """Whether each frame of the grid attends on its own, to the whole grid and to what belongs to
     it."""
 
-
-def _spatial(model: Any) -> Patch:
-    return (1, model.patch_size, model.patch_size)
-
-
-def _spatial_and_temporal(model: Any) -> Patch:
-    return (model.patch_size_t or 1, model.patch_size, model.patch_size)
-
-
-def _as_published(model: Any) -> Patch:
-    """Patch that the model publishes: a sequence of three numbers, or of two in the image variant
-    of a video model."""
-    time, height, width = [1, *model.patch_size][-3:]
-    return (time, height, width)
-
-
-def _one_cell(model: Any) -> Patch:
-    return (1, 1, 1)
-
-
-def _cosmos(model: Any) -> Patch:
-    return (model.patch_temporal, model.patch_spatial, model.patch_spatial)
-
-
-def _krea(model: Any) -> Patch:
-    return (1, model.patch, model.patch)
-
-
-def _heads_of_first_block(model: Any) -> int | None:
-    return model.blocks[0].attn.heads
-
-
-def _heads_of_first_layer(model: Any) -> int | None:
-    return model.visual_transformer_blocks[0].self_attention.num_heads
+    def beside(self, model: Any, inputs: ModelInputs) -> OffGrid:
+        """Tokens that stand beside the grid."""
+        if self.off_grid is not None:
+            return self.off_grid(model, inputs)
+        before = inputs.text if self.text is TextPosition.FIRST else 0
+        after = inputs.text if self.text is TextPosition.LAST else 0
+        first, last = inputs.latents(*self.first), inputs.latents(*self.last)
+        return replace(inputs.around(first, last, before), after=after)
 
 
 _FIRST, _LAST, _NONE = TextPosition.FIRST, TextPosition.LAST, TextPosition.NONE
-_PIXEL_DIT = Family("PixelDiT", _FIRST, _spatial, off_grid.pixel_dit)
+_WAN_OF_TIME = Family("Wan", _NONE, last=("time_dim_concat",))
+_WAN_HUMO = Family("Wan", _NONE, last=("time_dim_concat", "reference_latent"))
+_OMNIGEN2 = Family("OmniGen2", _FIRST, ("ref_latents",), branches=refined)
+_FLUX = Family("Flux", _FIRST, last=("ref_latents",))
 
 #: Rows by class name, so that nothing here imports a model; subclasses inherit their parent's row.
 FAMILIES: Mapping[str, Family] = {
-    "AsymmDiTJoint": Family("Mochi", _LAST, _spatial, off_grid.mochi),
-    "CogVideoXTransformer3DModel": Family(
-        "CogVideoX", _FIRST, _spatial_and_temporal, off_grid.text_first
+    "AsymmDiTJoint": Family("Mochi", _LAST, off_grid=mochi),
+    "CogVideoXTransformer3DModel": Family("CogVideoX", _FIRST),
+    "WanModel": Family("Wan", _NONE, off_grid=wan),
+    "VaceWanModel": _WAN_OF_TIME,
+    "CameraWanModel": _WAN_OF_TIME,
+    "WanModel_S2V": _WAN_HUMO,  # with what came before it last
+    "HumoWanModel": _WAN_HUMO,
+    "SCAILWanModel": Family(
+        "Wan", _NONE, ("reference_latent",), ("time_dim_concat", "pose_latents")
     ),
-    "WanModel": Family("Wan", _NONE, _as_published, off_grid.wan),
-    "VaceWanModel": Family("Wan", _NONE, _as_published, off_grid.wan_of_time),
-    "CameraWanModel": Family("Wan", _NONE, _as_published, off_grid.wan_of_time),
-    "WanModel_S2V": Family("Wan", _NONE, _as_published, off_grid.wan_sound_to_video),
-    "HumoWanModel": Family("Wan", _NONE, _as_published, off_grid.wan_humo),
-    "SCAILWanModel": Family("Wan", _NONE, _as_published, off_grid.wan_scail),
-    "WanAnimate2Model": Family(
-        "Wan", _NONE, _as_published, branches=off_grid.pose_branch, frame_by_frame=True
-    ),
-    "HunyuanVideo": Family("HunyuanVideo", _FIRST, _as_published, off_grid.hunyuan),
-    "LTXBaseModel": Family("LTXV", _NONE, _one_cell, off_grid.ltx),
+    "WanAnimate2Model": Family("Wan", _NONE, branches=pose_branch, frame_by_frame=True),
+    "HunyuanVideo": Family("HunyuanVideo", _FIRST, ("ref_latent",)),
+    "LTXBaseModel": Family("LTXV", _NONE, off_grid=ltx, patch=_one_cell),
     "LTXAVModel": Family(
-        "LTXV", _NONE, _one_cell, off_grid.ltx, left_out_key="stg_self_attn_blocks"
+        "LTXV", _NONE, off_grid=ltx, patch=_one_cell, left_out_key="stg_self_attn_blocks"
     ),
-    "Kandinsky5": Family("Kandinsky 5", _NONE, _as_published, heads=_heads_of_first_layer),
-    "Flux": Family("Flux", _FIRST, _spatial, off_grid.edits_last),
-    "Chroma": Family("Chroma", _FIRST, _spatial, off_grid.text_first),
-    "OpenAISignatureMMDITWrapper": Family("SD3", _FIRST, _spatial, off_grid.text_first),
-    "GeneralDIT": Family("Cosmos", _NONE, _cosmos),
-    "MiniTrainDIT": Family("Cosmos Predict2", _NONE, _cosmos),
-    "Anima": Family("Anima", _NONE, _cosmos),
-    "HiDreamImageTransformer2DModel": Family("HiDream", _LAST, _spatial, off_grid.hidream),
-    "MiniMaxH3Model": Family(
-        "MiniMax H3", _FIRST, _as_published, off_grid.minimax, heads=_heads_of_first_block
-    ),
-    "SingleStreamDiT": Family("Krea 2", _FIRST, _krea, off_grid.krea),
-    "OmniGen2Transformer2DModel": Family(
-        "OmniGen2", _FIRST, _spatial, off_grid.edits_first, branches=off_grid.refined
-    ),
-    "BooguTransformer2DModel": Family(
-        "Boogu", _FIRST, _spatial, off_grid.edits_first, branches=off_grid.refined
-    ),
-    "MageFlowTransformer2DModel": Family("MageFlow", _FIRST, _spatial, off_grid.edits_last),
-    "JoyImageTransformer3DModel": Family("JoyImage", _LAST, _as_published, off_grid.joy_image),
-    "LensTransformer2DModel": Family("Lens", _LAST, _one_cell, off_grid.text_last),
-    "PixDiT_T2I": _PIXEL_DIT,
-    "PidNet": replace(_PIXEL_DIT, name="PiD"),
-    "NextDiT": Family("Z-Image or Lumina", _FIRST, _spatial, off_grid.next_dit),
-    "QwenImageTransformer2DModel": Family("Qwen Image", _FIRST, _spatial, off_grid.edits_last),
+    "Kandinsky5": Family("Kandinsky 5", _NONE),
+    "Flux": _FLUX,
+    "Chroma": Family("Chroma", _FIRST),
+    "OpenAISignatureMMDITWrapper": Family("SD3", _FIRST),
+    "GeneralDIT": Family("Cosmos", _NONE),
+    "MiniTrainDIT": Family("Cosmos Predict2", _NONE),
+    "Anima": Family("Anima", _NONE),
+    "HiDreamImageTransformer2DModel": Family("HiDream", _LAST, off_grid=hidream),
+    "MiniMaxH3Model": Family("MiniMax H3", _FIRST, off_grid=minimax),
+    "SingleStreamDiT": Family("Krea 2", _FIRST, off_grid=krea),
+    "OmniGen2Transformer2DModel": _OMNIGEN2,
+    "BooguTransformer2DModel": replace(_OMNIGEN2, name="Boogu"),
+    "MageFlowTransformer2DModel": replace(_FLUX, name="MageFlow"),
+    "JoyImageTransformer3DModel": replace(_FLUX, name="JoyImage", text=_LAST),
+    "LensTransformer2DModel": Family("Lens", _LAST, patch=_one_cell),
+    "PixDiT_T2I": Family("PixelDiT", _FIRST, off_grid=pixel_dit),
+    "PidNet": Family("PiD", _FIRST, off_grid=pixel_dit),
+    "NextDiT": Family("Z-Image or Lumina", _FIRST, off_grid=next_dit),
+    "QwenImageTransformer2DModel": replace(_FLUX, name="Qwen Image"),
+}
+
+#: Remark on sparse runs of a model without a row.
+UNKNOWN_MODEL = (
+    "the pack does not know this model: tokens stay in the order they come, and text, should there "
+    "be some among them, is not kept exact"
+)
+
+#: Place of a U-Net's block: side ("input", "middle" or "output"), module on that side, block in it.
+Place = tuple[str, int, int]
+
+#: Attributes that hold the layers: a model has one of these lists, or a double and a single one.
+_BLOCK_LISTS = (
+    "double_blocks", "single_blocks", "double_stream_blocks", "single_stream_blocks",
+    "double_stream_layers", "single_stream_layers", "joint_blocks", "patch_blocks", "blocks",
+    "transformer_blocks", "visual_transformer_blocks", "layers",
+)  # fmt: skip
+#: Layers that run before those of the lists above and that ComfyUI gives no number, each with the
+#: input without which it does not run.
+_REFINERS: Mapping[str, str | None] = {
+    "context_refiner": None,
+    "noise_refiner": None,
+    "ref_image_refiner": "ref_latents",
+    "siglip_refiner": "ref_latents",
 }
 
 
@@ -138,11 +305,13 @@ class ModelLayout(TokenLayout):
     """Layout of a pass of one of ComfyUI's models.
 
     Attributes:
-        counts: layers of the model.
+        double: layers before the single-stream ones, which models number from 0 again.
+        places: number of each layer of a U-Net.
         left_out_key: as in `Family`.
     """
 
-    counts: LayerCounts = field(default_factory=LayerCounts)
+    double: int = 0
+    places: Mapping[Place, int] = field(default_factory=dict)
     left_out_key: str | None = None
 
 
@@ -158,37 +327,69 @@ def token_layout(
     names = [cls.__name__ for cls in type(model).__mro__]
     family = next((FAMILIES[name] for name in names if name in FAMILIES), None)
     given = extras or {}
-    counts, text = LayerCounts.of(model, given), off_grid.length(context)
     sequences = [x for x in given.values() if isinstance(x, Tensor) and x.ndim == 3]
-    prompts = frozenset(map(off_grid.length, sequences))
-    if family is None:
-        name = unlisted_models.name_of(names)
-        return ModelLayout(
-            family=name, blocks=counts.total, refiners=counts.refiners, counts=counts,
-            remark=unlisted_models.remark_of(name), context=text, prompts=prompts,
-        )  # fmt: skip
-    patch, cells = family.patch(model), latent_shape[2:]
     layout = ModelLayout(
+        family=names[0],
+        remark=UNKNOWN_MODEL,
+        context=length(context),
+        prompts=frozenset(map(length, sequences)),
+        **_layers(model, given),
+    )
+    if family is None:
+        return layout
+    patch, cells = family.patch(model), latent_shape[2:]
+    layout = replace(
+        layout,
         family=family.name,
-        blocks=counts.total,
-        refiners=counts.refiners,
+        remark="",
         text=family.text,
         grid=in_patches(cells, patch) if len(cells) in (2, 3) else None,
-        counts=counts,
-        heads=family.heads(model),
+        heads=_num_heads(model),
         left_out_key=family.left_out_key,
         frame_by_frame=family.frame_by_frame,
-        context=text,
-        prompts=prompts,
         masked=given.get("attention_mask") is not None,
     )
     if layout.grid is None:
         return layout
     inputs = ModelInputs(layout.grid, patch, context, given)
-    beside = family.off_grid(model, inputs) if family.off_grid else OffGrid()
+    beside = family.beside(model, inputs)
     return replace(
         layout,
         tokens=beside.around(layout.grid),
         branches=family.branches(inputs) if family.branches else (),
         loose_frames=beside.loose_frames,
     )
+
+
+def _num_heads(model: Any) -> int | None:
+    first = next(iter(getattr(model, "blocks", ())), None)
+    owners = model, getattr(first, "attn", None)  # MiniMax H3 has them there
+    names = ("num_heads", "num_attention_heads", "n_heads", "heads")
+    return next((getattr(x, n) for x in owners for n in names if hasattr(x, n)), None)
+
+
+def _layers(model: Any, extras: Mapping[str, Any]) -> dict[str, Any]:
+    """Numbers of a model's layers, as `ModelLayout` has them. extras: what the model is given
+    beside latent and text."""
+    if places := {place: number for number, place in enumerate(_places(model))}:
+        return {"blocks": len(places), "places": places}
+    lists = [getattr(model, name, None) for name in _BLOCK_LISTS]
+    lengths = [len(blocks) for blocks in lists if blocks is not None]
+    refiners = sum(
+        len(getattr(model, name, None) or ())
+        for name, given in _REFINERS.items()
+        if given is None or extras.get(given) is not None
+    )
+    double = len(getattr(model, "double_blocks", ()))
+    return {"blocks": sum(lengths), "double": double, "refiners": refiners} if lengths else {}
+
+
+def _places(model: Any) -> Iterator[Place]:
+    """Yields the places of a U-Net's blocks, in the order they run."""
+    sides = "input", "middle", "output"
+    for side in sides if hasattr(model, "middle_block") else ():
+        modules = [model.middle_block] if side == "middle" else getattr(model, f"{side}_blocks")
+        for number, module in enumerate(modules):
+            # One for each place: SVD has two in a block, over space and over time.
+            blocks = (len(getattr(layer, "transformer_blocks", ())) for layer in module)
+            yield from ((side, number, index) for index in range(max(blocks, default=0)))

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -12,20 +11,15 @@ from typing import Any, cast
 
 import torch
 
-from ..sparge import capabilities
 from ..sparge.compiling import is_traced_whole, untraced
-from ..sparge.kernels.warmup import Warmup, warm_up
-from ..sparge.session import FAILED, Report
-from . import host, report
+from ..sparge.session import FAILED, Report, Settings
+from . import comfyui
 from .attention_call import AttentionCall
-from .forward import Forward
-from .layer_counter import COUNTER_KEY
 from .override_check import Override, leads_to
-from .run_state import Run
-from .settings import Settings
+from .run import Forward, Run
 
-logger = logging.getLogger("sparge")
-
+#: Wrapper point of comfy.patcher_extension.WrappersMP.
+OUTER_SAMPLE = "outer_sample"
 #: Name of our wrappers on a model patcher: a second node replaces the first one's.
 WRAPPER_KEY = "sparge_attention"
 #: Keys of transformer_options. Their values are class instances, because ComfyUI copies dicts and
@@ -35,10 +29,6 @@ FORWARD_KEY = "sparge_forward"
 OVERRIDE_KEY = "optimized_attention_override"
 #: Callback key of ComfyUI's own block-sparse node.
 CORE_SPARSE_KEY = "block_sparse_attention"
-
-#: Outcome of errors of ours around a pass.
-NO_PASS = "a pass of the model was computed dense"
-NO_END = "a step was not prepared"
 
 #: Attribute of our overrides that holds their Mark.
 MARK = "__sparge__"
@@ -62,16 +52,11 @@ class Hook:
         self.settings = settings
         self.node_id = node_id
         self.last: Report | None = None
-        self.last_shape: tuple[int, ...] | None = None
-        """Shape of the latent that the last run gave; None where it gave none or several."""
         self._on_top: Override | None = None
 
     def __deepcopy__(self, memo: object) -> Hook:
         """Itself: its override has it, and functions are not copied."""
         return self
-
-    def show(self, text: str) -> None:
-        host.show_on_node(self.node_id, text)
 
     def install(self, model: Any) -> None:
         """Puts the override and the wrappers on ``model``, a clone that nobody else has yet."""
@@ -80,9 +65,9 @@ class Hook:
         ours: Mark | None = getattr(current, MARK, None)
         options[OVERRIDE_KEY] = make_override(self, ours.previous if ours else current)
         for point, wrapper in (
-            (host.OUTER_SAMPLE, self.outer_sample),
-            (host.PREDICT_NOISE, self.predict_noise),
-            (host.APPLY_MODEL, self.apply_model),
+            (OUTER_SAMPLE, self.outer_sample),
+            ("predict_noise", self.predict_noise),
+            ("apply_model", self.apply_model),
         ):
             model.remove_wrappers_with_key(point, WRAPPER_KEY)
             model.add_wrapper_with_key(point, WRAPPER_KEY, wrapper)
@@ -91,47 +76,40 @@ class Hook:
         """Wraps a whole sampling run: makes its state, and reports however it ends."""
         guider = executor.class_obj
         options = guider.model_options["transformer_options"]
-        found = options.get(OVERRIDE_KEY)
-        sampling = guider.model_patcher.get_model_object("model_sampling")
-        device = guider.model_patcher.load_device
+        found, patcher = options.get(OVERRIDE_KEY), guider.model_patcher
         run = Run(
             self.settings,
-            sampling,
+            patcher,
+            comfyui.step_sigmas(args, kwargs),
             owner=self,
-            schedule=host.step_sigmas(args, kwargs),
-            model=guider.model_patcher.model,
-            device=device,
-            show=self.show,
+            show=partial(comfyui.show_on_node, self.node_id),
         )
         if any(CORE_SPARSE_KEY in by_key for by_key in options.get("callbacks", {}).values()):
             run.note(
                 "ComfyUI's Model Sparse Attention is on the same model and wins, being outside of "
                 "this node; the results do not add up, remove one"
             )
-        finished, self.last_shape = False, None
+        finished = False
         try:
-            self._await_kernels(run, device)
+            comfyui.await_kernels(run, patcher.load_device, self.node_id)
             options[OVERRIDE_KEY] = self._reinstalled(found)
             options[RUN_KEY] = run
             result = executor(*args, **kwargs)
             finished = True
-            if isinstance(result, torch.Tensor) and result.ndim > 3:  # packed latents are flat
-                self.last_shape = tuple(result.shape)
             return result
         finally:
             options.pop(RUN_KEY, None)
             options.pop(OVERRIDE_KEY, None)
             if found is not None:
                 options[OVERRIDE_KEY] = found
-            self._report(run, stopped=not finished)
-            run.end()
+            self.last = comfyui.end_run(run, not finished, self.node_id)
 
     def predict_noise(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
         """Wraps all forward passes of one evaluation of the model: conditionings, batched or not,
         and context windows."""
         run = executor.class_obj.model_options["transformer_options"].get(RUN_KEY)
         if run is not None and run.owner is self:
-            run.begin_evaluation()
+            run.step += 1
         return executor(*args, **kwargs)
 
     def apply_model(
@@ -150,35 +128,20 @@ class Hook:
         run = options.get(RUN_KEY)
         if run is None or run.owner is not self:
             return executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
-        model = executor.class_obj
         forward: Forward | None = None
-        with run.failures.caught(NO_PASS):
-            which = run.which(model, x.device)
-            network = model.diffusion_model
-            forward = Forward.begin(run, network, x, t, c_crossattn, options, kwargs, which)
-            told = run.replaced_blocks.told(options)
-            options = {**told, FORWARD_KEY: forward, COUNTER_KEY: forward.layers}
-            if OVERRIDE_KEY in options:
-                options[OVERRIDE_KEY] = self._of_pass(run, options[OVERRIDE_KEY])
+        with run.failures.caught("a pass of the model was computed dense"):
+            model = executor.class_obj
+            forward = Forward.begin(run, model, x, t, c_crossattn, options, kwargs)
+            options = {**options, FORWARD_KEY: forward}
+            if OVERRIDE_KEY in options:  # one may come after the run began
+                options[OVERRIDE_KEY] = self._reinstalled(options[OVERRIDE_KEY])
         if forward is None:
             run.note(f"passes were dense because of {FAILED}")
         result = executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
         if forward is not None:
-            with run.failures.caught(NO_END):
+            with run.failures.caught("a step was not prepared"):
                 forward.end()
         return result
-
-    def prepare_kernels(self, device: torch.device) -> Warmup | None:
-        """Starts compiling what the device lacks; None where no kernel can run."""
-        if not capabilities(device).usable:
-            return None
-        return warm_up(device, self.show)
-
-    def _await_kernels(self, run: Run, device: torch.device) -> None:
-        """Here ComfyUI does nothing else on the GPU, whose speed may be measured."""
-        warmup = self.prepare_kernels(device)
-        if warmup is not None:
-            run.await_kernels(device, partial(warmup.wait, host.raise_if_interrupted))
 
     def _reinstalled(self, found: Override | None) -> Override:
         """Override that this run shall use: one that overwrote ours becomes our dense path.
@@ -194,29 +157,14 @@ class Hook:
         assert self._on_top is not None
         return self._on_top
 
-    def _of_pass(self, run: Run, found: Override) -> Override:
-        """Override of a pass, as `_reinstalled` has it: one may come after the run began."""
-        known = run.overrides.get(id(found))
-        if known is None:  # what has an id must live
-            known = run.overrides[id(found)] = found, self._reinstalled(found)
-        return known[1]
-
     def _is_ours(self, item: Any) -> bool:
         mark: Mark | None = getattr(item, MARK, None)
         return mark is not None and mark.hook is self
 
-    def _report(self, run: Run, stopped: bool) -> None:
-        self.last = None  # if this report fails, the one before must not pass for it
-        try:
-            self.last = run.report(stopped)
-            report.publish(self.last, self.node_id)
-        except Exception:  # the run's own outcome, good or bad, matters more than the report
-            logger.exception("[Sparge] the report failed")
-
 
 def hook_of(model: Any) -> Hook | None:
     """Returns the hook that takes part in the sampling of ``model``, if our node was used on it."""
-    for wrapper in model.get_wrappers(host.OUTER_SAMPLE, WRAPPER_KEY):
+    for wrapper in model.get_wrappers(OUTER_SAMPLE, WRAPPER_KEY):
         owner = getattr(wrapper, "__self__", None)
         if isinstance(owner, Hook):
             return owner
@@ -239,7 +187,7 @@ def _preferred() -> Override | None:
 def make_override(hook: Hook, previous: Override | None) -> Override:
     """Makes the function that ComfyUI calls in place of its attention backend ``func``. Dense calls
     get their arguments as they came."""
-    checked = None if previous is None or host.is_own_backend(previous) else previous
+    checked = None if previous is None or comfyui.is_own_backend(previous) else previous
 
     def override(func: Override, *args: Any, **kwargs: Any) -> torch.Tensor:
         if torch.compiler.is_compiling() and is_traced_whole():

@@ -23,8 +23,7 @@ from torch import Tensor
 from ..sparge.errors import Unsupported
 from ..sparge.failures import Failures
 from ..sparge.session import Call, Dense, Step
-from .host import untracked_allocations
-from .plain_rows import PlainRows
+from .comfyui import untracked_allocations
 
 CHANGES = "another node changes this attention"
 CHECKING = "checking another node's attention"
@@ -39,13 +38,36 @@ _APPROXIMATIONS = ("solattn", "sageattn3", "spassage")
 #: Types that lead everywhere from a closure, so they are not searched.
 _NOT_WALKED = (type, ModuleType, torch.nn.Module)
 
+#: Query rows of a batch entry, spread over all its tokens: both ends, where text stands, are among
+#: them.
+ROWS = 32
+#: Bytes of a part of the keys in float32.
+_PART = 64 << 20
+#: Levels of int8 on either side of zero.
+_INT8 = 127
+#: Mean square of the relative error of rounding to e4m3, whose mantissa has three bits.
+_E4M3 = 0.0255**2
+
+#: Times the predicted 8-bit error that a plain backend may err, in all rows, in a row, in a head.
+#: SageAttention's arithmetic errs 0.3 to 1.9 times as much; without its smoothing of keys, 2.6
+#: times where channels of them are 20 times the others.
+_TIMES_EIGHT_BIT = 2.5
+#: Relative error of 16-bit arithmetic and of a result in bfloat16, with room.
+_SIXTEEN_BIT = 0.004
+#: Distance from 1 of the gain of a plain backend, whose errors are as often up as down, and the
+#: share of its error that may look like a gain where a head attends to few keys.
+_GAIN, _GAIN_BY_ERROR = 0.02, 0.2
+#: Relative error and gain of backends that approximate, such as sparse ones, in all rows together:
+#: Sol-Attn errs 0.1 to 0.3.
+_APPROXIMATE, _APPROXIMATE_GAIN = 0.4, 0.15
+
 
 class OverrideChecks:
     """Checks of one run: those of each override, device and model apart."""
 
     def __init__(self, failures: Failures) -> None:
         self._failures = failures
-        self._layers: dict[tuple[int, torch.device, int], _Layers] = {}
+        self._checks: dict[tuple[int, torch.device, int], Check] = {}
         self._sparse_steps: dict[int, int] = {}
         self._lock = threading.Lock()
 
@@ -54,74 +76,33 @@ class OverrideChecks:
         with self._lock:
             if step.why_dense is None:
                 self._sparse_steps.setdefault(step.number, len(self._sparse_steps))
-            found = list(self._layers.items())
-        for (_, where, which), layers in found:
+            found = list(self._checks.items())
+        for (_, where, which), check in found:
             if (where, which) == (device, step.model):
-                layers.begin_step(step.number)
+                check.begin_step(step.number, self._sparse_steps.get(step.number))
 
     def of(self, override: Override, rows: int, device: torch.device, step: Step) -> Check:
         """Check of the calls of a pass. rows: of a table of the model's layers."""
         key = id(override), device, step.model
         with self._lock:
-            if key not in self._layers:
-                self._layers[key] = _Layers(override, rows, device)
-            layers, place = self._layers[key], self._sparse_steps.get(step.number)
-        return Check(layers, step, layers.turn(place), self._failures)
+            if key not in self._checks:
+                self._checks[key] = Check(override, rows, device, self._failures)
+            return self._checks[key]
 
 
-@dataclass(frozen=True)
 class Check:
-    """Check of the calls of one pass."""
-
-    layers: _Layers
-    step: Step
-    again: int | None
-    """Row that is compared again in this step."""
-    failures: Failures
-
-    def why_dense(self, row: int) -> str | None:
-        """Reason why a call of a layer is dense; None where the override is plain there."""
-        row = self.layers.place(row)
-        if row in self.layers.changed:
-            return CHANGES
-        known = self.layers.plain.get(row, set()).issuperset(self.step.prompts)
-        return None if known and row != self.again else CHECKING
-
-    def compared(self, row: int, call: Call, key_mask: Tensor | None, dense: Dense) -> Tensor:
-        """Result of dense(), which is compared where it is not known what the override does, and in
-        the last dense step once more. Never waits."""
-        why, row = self.why_dense(row), self.layers.place(row)
-        if why == CHANGES or (why is None and not self.step.is_last_dense):
-            return dense()
-        expected: PlainRows | None = None
-        with self._caught():  # before the override has the tensors: it may change them in place
-            expected = PlainRows.of(call, key_mask)
-        out = dense()
-        with self._caught():
-            if expected is not None:
-                self.layers.compare(row, expected, call, out, self.step)
-        return out
-
-    @contextmanager
-    def _caught(self) -> Iterator[None]:
-        """Context around work without which a layer stays dense."""
-        with (
-            suppress(torch.OutOfMemoryError),
-            self.failures.caught("another node's attention was not checked"),
-            untracked_allocations(),
-        ):
-            yield
-
-
-class _Layers:
     """What is known of an override in the layers of a model, on one device."""
 
-    def __init__(self, override: Override, rows: int, device: torch.device) -> None:
-        self.changed: set[int] = set()
+    def __init__(
+        self, override: Override, rows: int, device: torch.device, failures: Failures
+    ) -> None:
+        self._changed: set[int] = set()
         """Rows in which it changes what attention means."""
-        self.plain: dict[int, set[int]] = {}
+        self._plain: dict[int, set[int]] = {}
         """Conditionings in whose calls it does not, by row."""
-        self._override = override  # what has an id must live
+        self._again: int | None = None
+        """Row that is compared again in this step."""
+        self._override, self._failures = override, failures  # what has an id must live
         self._approximates = approximates(override)
         self._rows = rows
         with untracked_allocations():
@@ -130,18 +111,42 @@ class _Layers:
         """Conditionings whose calls were compared in `_step`, by row."""
         self._step = -1
 
-    def place(self, row: int) -> int:
-        """Row in the tables: calls for which there is no room share the last one."""
-        return min(row, self._rows)
+    def why_dense(self, row: int, step: Step) -> str | None:
+        """Reason why a call of a layer is dense; None where the override is plain there."""
+        row = min(row, self._rows)  # calls for which there is no room share the last one
+        if row in self._changed:
+            return CHANGES
+        known = self._plain.get(row, set()).issuperset(step.prompts)
+        return None if known and row != self._again else CHECKING
 
-    def turn(self, sparse_step: int | None) -> int | None:
-        """Row that is compared again in a sparse step, counted from 0; None for none."""
-        if sparse_step is None or sparse_step % _AGAIN_EVERY != 1 or not self.plain:
-            return None
-        known = sorted(self.plain)
-        return known[sparse_step // _AGAIN_EVERY % len(known)]
+    def compared(
+        self, row: int, step: Step, call: Call, key_mask: Tensor | None, dense: Dense
+    ) -> Tensor:
+        """Result of dense(), which is compared where it is not known what the override does, and in
+        the last dense step once more. Never waits."""
+        why = self.why_dense(row, step)
+        if why == CHANGES or (why is None and not step.is_last_dense):
+            return dense()
+        expected: PlainRows | None = None
+        with self._caught():  # before the override has the tensors: it may change them in place
+            expected = PlainRows.of(call, key_mask)
+        out = dense()
+        with self._caught():
+            if expected is not None:
+                self._compare(min(row, self._rows), expected, call, out, step)
+        return out
 
-    def compare(self, row: int, expected: PlainRows, call: Call, out: Tensor, step: Step) -> None:
+    @contextmanager
+    def _caught(self) -> Iterator[None]:
+        """Context around work without which a layer stays dense."""
+        with (
+            suppress(torch.OutOfMemoryError),
+            self._failures.caught("another node's attention was not checked"),
+            untracked_allocations(),
+        ):
+            yield
+
+    def _compare(self, row: int, expected: PlainRows, call: Call, out: Tensor, step: Step) -> None:
         try:
             excess = expected.excess(call.result_heads_first(out), self._approximates)
         except Unsupported:  # it gave another shape
@@ -150,21 +155,27 @@ class _Layers:
         self._step = step.number
         self._compared.setdefault(row, set()).update(step.prompts)
 
-    def begin_step(self, step: int) -> None:
-        """Reads what was found in an earlier step."""
-        if not self._compared or step == self._step:
-            return
+    def begin_step(self, step: int, sparse_step: int | None) -> None:
+        """Reads what was found in an earlier step. sparse_step: its place among the sparse ones."""
+        if self._compared and step != self._step:
+            self._read()
+        self._again = None
+        if sparse_step is not None and sparse_step % _AGAIN_EVERY == 1 and self._plain:
+            known = sorted(self._plain)
+            self._again = known[sparse_step // _AGAIN_EVERY % len(known)]
+
+    def _read(self) -> None:
         compared, self._compared = self._compared, {}
         excess = self._excess.tolist()
-        found = {row for row in compared if excess[row] > 1} - self.changed
-        if found & self.plain.keys():  # it has begun to act, and may have in every layer
-            self.plain = {}
-        self.changed |= found
+        found = {row for row in compared if excess[row] > 1} - self._changed
+        if found & self._plain.keys():  # it has begun to act, and may have in every layer
+            self._plain = {}
+        self._changed |= found
         for row, conditionings in compared.items():
-            if row not in self.changed:
-                self.plain.setdefault(row, set()).update(conditionings)
+            if row not in self._changed:
+                self._plain.setdefault(row, set()).update(conditionings)
             else:
-                self.plain.pop(row, None)
+                self._plain.pop(row, None)
 
 
 def approximates(override: Override) -> bool:
@@ -232,3 +243,108 @@ def _held_by(item: Any) -> list[Any]:
 def _is_plain_state(value: Any) -> bool:
     """Whether a value is an object of a pack's own, as opposed to data or a model."""
     return hasattr(value, "__dict__") and not isinstance(value, _NOT_WALKED)
+
+
+@dataclass(frozen=True, eq=False)
+class PlainRows:
+    """A few query rows of the result of a call, in exact arithmetic, and how far from them a plain
+    backend may be: whatever computes just this attention, in 16 bits or in 8.
+
+    The error that 8 bits make differs by a factor of ten between layers, so it is predicted for the
+    very rows, keys and values: a fixed limit would take a temperature in one layer for rounding,
+    and rounding in another for a temperature.
+    """
+
+    rows: Tensor
+    """(rows,) int64: their places among the queries."""
+    out: Tensor
+    """(B, H, rows, D) float32: the exact result."""
+    noise: Tensor
+    """(B, H, rows) float32: expected square of the error of 8 bits."""
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, call: Call, key_mask: Tensor | None) -> PlainRows:
+        """Computes them, part by part of the heads. Never waits. key_mask: mask of keys, one row
+        for each batch entry or for all."""
+        rows = _spread(call.query_tokens, call.q.device)
+        with torch.autocast(call.q.device.type, enabled=False):
+            parts = [_attended(*part) for part in _parts(call, rows, key_mask)]
+        outs, noises = zip(*parts, strict=True)
+        return cls(rows, torch.cat(outs, 1), torch.cat(noises, 1))
+
+    @torch.no_grad()
+    def excess(self, out: Tensor, approximates: bool) -> Tensor:
+        """Largest quotient of what a result (B, H, N, D) shows and what a plain backend may show:
+        above 1 it is none. A scalar on the device. approximates: the backend is known for an
+        approximation."""
+        found = out.index_select(2, self.rows).float()
+        known = self.out.isfinite().all(-1)
+        error, norm, along = (
+            torch.where(known, x.sum(-1), 0)
+            for x in ((found - self.out).square(), self.out.square(), found * self.out)
+        )
+        noise = torch.where(known, self.noise, 0)
+        quotients = []
+        for dims in ((1, 2),) if approximates else ((1, 2), (1,), (2,)):
+            square = norm.sum(dims).clamp_min(1e-30)
+            relative, eight_bit = ((x.sum(dims) / square).sqrt() for x in (error, noise))
+            gain = ((along - norm).sum(dims) / square).abs()
+            if approximates:
+                quotients += [relative / _APPROXIMATE, gain / _APPROXIMATE_GAIN]
+                continue
+            quotients.append(relative / (_TIMES_EIGHT_BIT * eight_bit + _SIXTEEN_BIT))
+            if dims != (1,):  # in a row alone the errors of a few keys do not cancel
+                quotients.append(gain / (_GAIN + _GAIN_BY_ERROR * eight_bit))
+        largest = torch.stack([x.amax() for x in quotients]).amax()
+        return largest.nan_to_num(nan=torch.inf)
+
+
+def _spread(tokens: int, device: torch.device) -> Tensor:
+    if tokens <= ROWS:
+        return torch.arange(tokens, device=device)
+    return torch.arange(ROWS, device=device) * (tokens - 1) // (ROWS - 1)
+
+
+def _parts(
+    call: Call, rows: Tensor, key_mask: Tensor | None
+) -> Iterator[tuple[Tensor, Tensor, Tensor, float, Tensor | None]]:
+    """Yields q (B, Hkv, heads a key head, rows, D), k and v (B, Hkv, 1, M, D) in float32, scale and
+    mask of some key heads."""
+    q, k, v = call.qkv
+    batch, kv_heads, keys, head_dim = k.shape
+    scale = head_dim**-0.5 if call.scale is None else call.scale
+    mask = None if key_mask is None else key_mask.reshape(-1, 1, 1, 1, keys)
+    q = q.index_select(2, rows).float().unflatten(1, (kv_heads, -1))
+    step = max(1, _PART // (4 * batch * keys * head_dim))
+    for first in range(0, kv_heads, step):
+        part = slice(first, first + step)
+        keys_of, values_of = (x[:, part].float().unsqueeze(2) for x in (k, v))
+        yield q[:, part], keys_of, values_of, scale, mask
+
+
+def _attended(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Exact result (B, heads, rows, D) and expected square of the error of 8 bits."""
+    finite = q.nan_to_num(0, 0, 0)
+    levels = finite.abs().amax((-2, -1), keepdim=True).clamp_min(1e-30) / _INT8
+    rounded = (q / levels).round() * levels
+    scores = torch.cat([q, rounded], -2) @ k.mT * scale
+    if mask is not None:
+        hides = mask.dtype == torch.bool
+        scores = scores.masked_fill(~mask, -torch.inf) if hides else scores + mask
+    weights = scores.softmax(-1)
+    out, of_rounded = (weights @ v).chunk(2, -2)
+    squares = weights.chunk(2, -2)[0].square()
+    # The keys' error differs from key to key, and so do those of weights and values: they add up by
+    # their squares. That of a query is the same for all keys.
+    mean = k.mean(-2, keepdim=True)
+    reach = torch.maximum(k.amax(-2, keepdim=True) - mean, mean - k.amin(-2, keepdim=True))
+    of_score = (scale / _INT8 * reach.amax(-1, keepdim=True)).square() / 12
+    of_score = of_score * q.square().sum(-1, keepdim=True)
+    of_values = squares @ v.square().sum(-1, keepdim=True)
+    of_out = squares.sum(-1, keepdim=True) * out.square().sum(-1, keepdim=True)
+    noise = 2 * (_E4M3 + of_score) * of_values + 2 * of_score * of_out
+    noise = noise.squeeze(-1) + (of_rounded - out).square().sum(-1)
+    return out.flatten(1, 2), noise.flatten(1, 2)

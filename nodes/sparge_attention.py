@@ -3,16 +3,19 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 from comfy_api.latest import io
 
-from ..sparge.session import AUTO_BUDGET, AUTO_QUALITY, MANUAL, QUALITIES, LayerSpans
+from ..sparge.session import AUTO_BUDGET, AUTO_QUALITY, MANUAL, QUALITIES, LayerSpans, Settings
+from .comfyui import inference_device, prepare_kernels
 from .hook import Hook
-from .host import inference_device
-from .settings import START_OF_NEW_NODES, Settings
 
 DEFAULT = Settings()
+#: Not the default of Settings, which an API graph gets: for the same time fewer dense steps and a
+#: higher density are truer (docs/experiments.md, Dense steps for the same time).
+START_OF_NEW_NODES = 0.1
 
 
 class SpargeAttention(io.ComfyNode):
@@ -66,13 +69,24 @@ class SpargeAttention(io.ComfyNode):
         mode: io.DynamicCombo.Type | str = DEFAULT.mode,
         **widgets: Any,
     ) -> io.NodeOutput:
-        settings = Settings.of_inputs(mode, widgets)
+        settings = settings_of(mode, widgets)
         node_id = cls.hidden.unique_id if cls.hidden else None
-        hook = Hook(settings, node_id)
-        hook.prepare_kernels(inference_device())
+        prepare_kernels(inference_device(), node_id)
         patched = model.clone()
-        hook.install(patched)
+        Hook(settings, node_id).install(patched)
         return io.NodeOutput(patched)
+
+
+def settings_of(mode: Any, inputs: dict[str, Any]) -> Settings:
+    """Settings of what the server hands to the node, which it has not looked at where it comes
+    through a link. What `mode` shows comes nested in it from the browser (`mode.topk`), and beside
+    it from API graphs (`topk`). What is None was not given, and what is no widget is left out, as
+    the server does."""
+    given = {name.removeprefix("mode."): value for name, value in inputs.items()}
+    nested = mode if isinstance(mode, dict) else {"mode": mode}
+    given |= {name: value for name, value in nested.items() if value is not None}
+    known = {field.name for field in fields(Settings)}
+    return Settings(**{n: x for n, x in given.items() if n in known and x is not None})
 
 
 def _widget(kind: Any, name: str, tooltip: str, **options: Any) -> Any:
@@ -93,18 +107,6 @@ def _topk(tooltip: str) -> Any:
     """Its label in the browser is of locales/en: ComfyUI 0.33 forgets display_name in a mode."""
     slider = io.NumberDisplay.slider
     return _number("topk", (0.05, 1.0, 0.01), tooltip, display_mode=slider)
-
-
-def _quality() -> Any:
-    return _widget(
-        io.Combo,
-        "quality",
-        "How close the clip stays to the one without this node. fast is faster, high is truer. "
-        "Each allows attention a mean error: "
-        + ", ".join(f"{name} {100 * error:g} %" for name, error in QUALITIES.items())
-        + ".",
-        options=list(QUALITIES),
-    )
 
 
 def _manual() -> list[Any]:
@@ -150,6 +152,15 @@ def _manual() -> list[Any]:
 
 def _widgets() -> list[Any]:
     option = io.DynamicCombo.Option
+    quality = _widget(
+        io.Combo,
+        "quality",
+        "How close the clip stays to the one without this node. fast is faster, high is truer. "
+        "Each allows attention a mean error: "
+        + ", ".join(f"{name} {100 * error:g} %" for name, error in QUALITIES.items())
+        + ".",
+        options=list(QUALITIES),
+    )
     average = (
         "How much of the attention is computed, on average: parts of the model that need more get "
         "more. Lower is faster, higher is truer: start with 0.5 and go down while you like the "
@@ -165,7 +176,7 @@ def _widgets() -> list[Any]:
                 "can count on. manual: fixed numbers, the same for the whole model."
             ),
             options=[
-                option(AUTO_QUALITY, [_quality()]),
+                option(AUTO_QUALITY, [quality]),
                 option(AUTO_BUDGET, [_topk(average)]),
                 option(MANUAL, _manual()),
             ],

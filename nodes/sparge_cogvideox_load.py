@@ -1,26 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Node SpargeCogVideoXLoad: CogVideoX from its published files."""
+"""Node SpargeCogVideoXLoad: CogVideoX from its published files, whose tensors have other names in
+ComfyUI."""
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
+from typing import Any
 
+import comfy.sd
+import comfy.utils
+import folder_paths
+import torch
 from comfy_api.latest import io
-
-from .cogvideox import SUFFIX, WEIGHT_DTYPES, is_later_shard, load_cogvideox
-from .host_models import DIFFUSION_MODELS, file_names, file_path
+from torch import Tensor
 
 ACCEPTED = (
     "Load CogVideoX takes the transformer of a CogVideoX model as .safetensors: the published "
     "files, all of one model in one folder, or a file that was converted for ComfyUI. Other models "
     "load with Load Diffusion Model."
 )
-
-
-def transformer_names() -> list[str]:
-    """Files that may be chosen; of several that make one model, the first."""
-    names = file_names(DIFFUSION_MODELS)
-    return [x for x in names if x.lower().endswith(SUFFIX) and not is_later_shard(x)]
+#: Types that weights may be kept in, as ComfyUI's own loader names them, and what that asks for.
+WEIGHT_DTYPES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "fp8_e4m3fn": {"dtype": torch.float8_e4m3fn},
+    "fp8_e4m3fn_fast": {"dtype": torch.float8_e4m3fn, "fp8_optimizations": True},
+    "fp8_e5m2": {"dtype": torch.float8_e5m2},
+}
+_FOLDER, _SUFFIX = "diffusion_models", ".safetensors"
+_SHARD = re.compile(rf"(.+)-(\d{{5}})-of-(\d{{5}})\{_SUFFIX}", re.IGNORECASE)
+#: By which ComfyUI knows the model, and its positions.
+_SIGN, _POSITIONS = "blocks.0.norm1.linear.weight", "patch_embed.pos_embedding"
+#: Parts of names in the files of diffusers, and what ComfyUI calls them.
+_RENAMED = (
+    (r"^transformer_blocks\.", "blocks."),
+    (r"^(time|ofs)_embedding\.linear_", r"\1_embedding_linear_"),
+    (r"\.attn1\.to_out\.0\.", ".attn_out."),
+    (r"\.attn1\.(?:to_)?(q|k|v|norm_q|norm_k)\.", r".\1."),
+    (r"\.ff\.net\.0\.proj\.", ".ff_proj."),
+    (r"\.ff\.net\.2\.", ".ff_out."),
+)
 
 
 class SpargeCogVideoXLoad(io.ComfyNode):
@@ -61,29 +81,95 @@ class SpargeCogVideoXLoad(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, model_name: str | None = None) -> bool | str:
-        """Refuses a file that is not there, before anything runs. None: another node names it."""
+    def execute(cls, model_name: str, weight_dtype: str = "default") -> io.NodeOutput:
+        path = folder_paths.get_full_path_or_raise(_FOLDER, model_name)
         try:
-            return model_name is None or bool(_file(model_name))
-        except ValueError as error:
-            return str(error)
-
-    @classmethod
-    def execute(cls, model_name: str | None, weight_dtype: str = "default") -> io.NodeOutput:
-        file = _file(model_name or "")  # null where the list is empty
-        try:
-            return io.NodeOutput(load_cogvideox(str(file), weight_dtype))
+            return io.NodeOutput(load_cogvideox(path, weight_dtype))
         except (ValueError, OSError) as error:
             raise ValueError(f"{model_name} was not loaded: {error}. {ACCEPTED}") from error
 
 
-def _file(name: str) -> Path:
-    """Raises ValueError where no such file may be chosen."""
-    if name and not name.lower().endswith(SUFFIX):
-        raise ValueError(
-            f"{name} is no {SUFFIX} file, and other formats can run code when opened. {ACCEPTED}"
-        )
-    if not (path := file_path(DIFFUSION_MODELS, name)):
-        given = f"{name} is not in models/diffusion_models" if name else "no file was chosen"
-        raise ValueError(f"{given}. {ACCEPTED}")
-    return path
+def transformer_names() -> list[str]:
+    """Files that may be chosen; of several that make one model, the first. Those of other formats
+    can run code when they are opened."""
+    names = folder_paths.get_filename_list(_FOLDER)
+    return [
+        name
+        for name in names
+        if name.lower().endswith(_SUFFIX)
+        and not ((shard := _SHARD.fullmatch(name)) and int(shard[2]) > 1)
+    ]
+
+
+def load_cogvideox(path: str, weight_dtype: str, disable_dynamic: bool = False) -> Any:
+    """ComfyUI's model of a published file, or of one of several, or of a file that has ComfyUI's
+    names. Tensors stay in the mapped files until ComfyUI copies them into the model.
+
+    Raises ValueError for files that are not all there or of no CogVideoX transformer.
+    """
+    tensors, metadata = {}, None
+    for shard in _all_shards(Path(path)):
+        found, metadata = comfy.utils.load_torch_file(str(shard), return_metadata=True)
+        tensors |= found
+    if not _has_sign(tensors):
+        tensors = {core_name(name): x for name, x in tensors.items()}
+        if not _has_sign(tensors):
+            raise ValueError("this is no CogVideoX transformer, or not the whole of one")
+        tensors = _with_positions(tensors, Path(path).with_name("config.json"))
+    model: Any = comfy.sd.load_diffusion_model_state_dict(
+        tensors, dict(WEIGHT_DTYPES[weight_dtype]), metadata, disable_dynamic=disable_dynamic
+    )
+    if type(getattr(model, "model", None)).__name__ != "CogVideoX":
+        raise ValueError("ComfyUI finds no CogVideoX transformer in it")
+    # ComfyUI makes further copies of a model with this, one for each GPU.
+    model.cached_patcher_init = (load_cogvideox, (path, weight_dtype))
+    return model
+
+
+def core_name(name: str) -> str:
+    """ComfyUI's name for a parameter of diffusers' CogVideoXTransformer3DModel."""
+    for pattern, renamed in _RENAMED:
+        name = re.sub(pattern, renamed, name)
+    return name
+
+
+def _has_sign(names: dict[str, Tensor]) -> bool:
+    """Whether names are ComfyUI's, which may have a prefix."""
+    return any(f".{name}".endswith(f".{_SIGN}") for name in names)
+
+
+def _all_shards(path: Path) -> list[Path]:
+    """The files that make one model with a file, in order."""
+    if not (found := _SHARD.fullmatch(path.name)):
+        return [path]
+    names = (f"{found[1]}-{i:05}-of-{found[3]}{_SUFFIX}" for i in range(1, int(found[3]) + 1))
+    shards = [path.with_name(name) for name in names]
+    if missing := [shard.name for shard in shards if not shard.is_file()]:
+        raise ValueError(f"{missing[0]} is not beside it; put all files of a model in one folder")
+    return shards
+
+
+def _with_positions(tensors: dict[str, Tensor], config: Path) -> dict[str, Tensor]:
+    """Tensors under ComfyUI's names, with the table of positions that CogVideoX-2B has no file of:
+    without one ComfyUI takes the positions for rotary."""
+    width = tensors[_SIGN].shape[0] // 6
+    said = json.loads(config.read_text("utf-8")) if config.is_file() else {}
+    rotary = said.get("use_rotary_positional_embeddings", width == 48 * 64)
+    if rotary and _POSITIONS in tensors:
+        raise ValueError("ComfyUI would give noise for two kinds of positions (CogVideoX-5b-I2V)")
+    return tensors if rotary or _POSITIONS in tensors else tensors | {_POSITIONS: _table(width)}
+
+
+def _table(width: int) -> Tensor:
+    """(1, tokens, width): zero for 226 of text, then sines and cosines of 13 frames x 30 x 45. A
+    quarter of the channels is of the frame, the rest of the column and of the row."""
+
+    def waves(count: int, channels: int, scale: float) -> Tensor:
+        rates = 10000.0 ** -(torch.arange(channels // 2, dtype=torch.float64) * 2 / channels)
+        angles = torch.arange(count, dtype=torch.float64)[:, None] / scale * rates
+        return torch.cat([angles.sin(), angles.cos()], -1)
+
+    time, x, y = waves(13, width // 4, 1), *(waves(n, 3 * width // 8, 1.875) for n in (45, 30))
+    grid = (time[:, None, None], x[None, None], y[None, :, None])
+    video = torch.cat([part.expand(13, 30, 45, -1) for part in grid], -1).flatten(0, 2)
+    return torch.cat([video.new_zeros(226, width), video])[None].float()

@@ -1,22 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Node SpargeAttentionReport: what the last run did."""
+"""Node SpargeAttentionReport: what the last run did, and a picture of it for the width of a node.
+Pictures are ComfyUI's: (1, height, width, 3) float32."""
 
 from __future__ import annotations
 
+import functools
+import math
+import textwrap
 from typing import Any
 
 import torch
-from comfy_api.latest import io
+from comfy_api.latest import io, ui
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
 
 from ..sparge.session import Report, details, verdict
+from ..sparge.session.verdict import why_nothing
+from .comfyui import show_on_node
 from .hook import hook_of
-from .host import show_on_node
 
 NO_NODE = "This model did not go through Sparge Attention, so there is nothing to report."
 NO_RUN = (
     "No sampler has run this model yet. Connect the latent of the sampler that uses it, so that "
     "the report comes after it."
 )
+
+Colour = tuple[int, int, int]
+
+PAPER, EMPTY, INK, FAINT = (24, 25, 30), (40, 42, 50), (240, 241, 244), (164, 168, 180)
+#: Colours from nothing computed to everything: what is dark was skipped.
+SCALE = torch.tensor(
+    [[36, 41, 92], [74, 57, 150], [158, 62, 150], [231, 98, 98], [250, 178, 92], [252, 240, 178]]
+).float()
+
+# Pixels. A node is about half as wide, so letters of 22 are 11 there.
+WIDTH, MARGIN, LEFT, RIGHT, TOP, BOTTOM = 800, 24, 84, 32, 164, 124
+HEIGHT, TALLEST_CELL = 460, 56
+HEADLINE, TITLE, NUMBER = 36, 25, 22
+LINE_LENGTH = 56  # characters of a message
 
 
 class SpargeAttentionReport(io.ComfyNode):
@@ -57,42 +78,94 @@ class SpargeAttentionReport(io.ComfyNode):
     def execute(cls, model: Any, latent: Any) -> io.NodeOutput:
         hook = hook_of(model)
         if hook is None or hook.last is None:
-            return cls._shown(latent, NO_NODE if hook is None else NO_RUN)
-        warnings = []
-        if other := _of_another_run(latent, hook.last_shape):
-            warnings.append(other)
-        text = "\n".join([details(hook.last), *warnings])
-        lines = "\n".join([*warnings, verdict(hook.last)])
-        return cls._shown(latent, text, lines, hook.last)
-
-    @classmethod
-    def _shown(
-        cls, latent: Any, text: str, lines: str = "", report: Report | None = None
-    ) -> io.NodeOutput:
-        """Shows a report on the node as well, where there is room for its picture and few lines:
-        two in the size in which it is added, so warnings and what was gained come first."""
-        node_id = cls.hidden.unique_id if cls.hidden else None
-        show_on_node(node_id, lines or text)
-        try:
-            from comfy_api.latest import ui
-
-            from . import picture
-        except ImportError:  # no Pillow
-            return io.NodeOutput(latent, text, torch.zeros(1, 64, 64, 3), ui={"text": (text,)})
-        image = picture.message(text) if report is None else picture.draw(report)
+            text = lines = NO_NODE if hook is None else NO_RUN
+            image = message(text)
+        else:
+            text, lines = details(hook.last), verdict(hook.last)
+            image = draw(hook.last)
+        show_on_node(cls.hidden.unique_id if cls.hidden else None, lines)
         shown = ui.PreviewImage(image, cls=cls).as_dict() | ui.PreviewText(text).as_dict()
         return io.NodeOutput(latent, text, image, ui=shown)
 
 
-def _of_another_run(latent: Any, shape: tuple[int, ...] | None) -> str | None:
-    """Remark when the latent is of another run: ComfyUI keeps latents of earlier prompts, and then
-    runs this node alone."""
-    samples = latent.get("samples") if isinstance(latent, dict) else None
-    given = getattr(samples, "shape", None)
-    if shape is None or given is None or len(given) != len(shape) or tuple(given) == shape:
-        return None
-    was, now = ("x".join(map(str, sizes)) for sizes in (shape, given))
-    return (
-        f"This is the report of the last run, whose latent was {was}; the one given here is {now}, "
-        "of an earlier run or changed since. Run the sampler again, and connect its own latent."
-    )
+def draw(report: Report) -> Tensor:
+    """Picture of the verdict, and of how much each layer computed in each step."""
+    by_step, layers = report.densities.by_step, report.densities.layers.tolist()
+    if not by_step.numel() or report.counts.missing:
+        return message(why_nothing(report).told or report.words.unreached)
+    bottom = TOP + min(HEIGHT, TALLEST_CELL * len(layers))
+    image = Image.new("RGB", (WIDTH, bottom + BOTTOM), PAPER)
+    headline, *second = verdict(report).split("\n")
+    write(image, headline, 22, MARGIN, INK, HEADLINE)
+    write(image, "".join(second), 78, MARGIN, FAINT, TITLE + 3)
+    _map(image, by_step, layers, bottom)
+    _scale(image, bottom + 82)
+    return _as_tensor(image)
+
+
+def message(text: str) -> Tensor:
+    """Picture that says why there is none."""
+    lines = textwrap.wrap(text[:1].upper() + text[1:], LINE_LENGTH)
+    image = Image.new("RGB", (WIDTH, 2 * MARGIN + 36 * len(lines)), PAPER)
+    for place, line in enumerate(lines):
+        write(image, line, MARGIN + 36 * place, MARGIN, INK, TITLE + 1)
+    return _as_tensor(image)
+
+
+def write(
+    image: Image.Image,
+    text: str,
+    top: int,
+    left: float,
+    colour: Colour = FAINT,
+    size: int = NUMBER,
+    before: float = 0.0,
+) -> None:
+    """Writes a line of text. before: share of its length that stands left of `left`."""
+    font = _font(size)
+    at = left - before * font.getlength(text), top
+    ImageDraw.Draw(image).text(at, text, colour, font)
+
+
+def _map(image: Image.Image, by_step: Tensor, layers: list[int], bottom: int) -> None:
+    left, top, right = LEFT, TOP, WIDTH - RIGHT
+    rows, steps = by_step.shape
+    colours = coloured(by_step.nan_to_num(0.0))
+    colours[by_step.isnan()] = torch.tensor(EMPTY, dtype=torch.uint8)
+    size = right - left, bottom - top
+    cells = Image.fromarray(colours.numpy())
+    image.paste(cells.resize(size, Image.Resampling.BOX), (left, top))
+    wide, tall = size[0] / steps, size[1] / rows
+    write(image, "layer", top - 38, left - 12, INK, TITLE, before=1)
+    for row, layer in enumerate(layers):
+        if layer % math.ceil(34 / tall) == 0:
+            write(image, str(layer), round(top + (row + 0.5) * tall) - 14, left - 12, before=1)
+    for step in range(0, steps, math.ceil(44 / wide)):
+        write(image, str(step + 1), bottom + 8, left + (step + 0.5) * wide, before=0.5)
+    write(image, "step", bottom + 36, (left + right) / 2, INK, TITLE, before=0.5)
+
+
+def _scale(image: Image.Image, top: int) -> None:
+    """Draws what the colours mean."""
+    write(image, "skipped", top, MARGIN, INK, TITLE)
+    colours = Image.fromarray(coloured(torch.linspace(0, 1, 180)).repeat(24, 1, 1).numpy())
+    left = MARGIN + round(_font(TITLE).getlength("skipped")) + 16
+    image.paste(colours, (left, top + 4))
+    write(image, "computed", top, left + colours.width + 16, INK, TITLE)
+
+
+def coloured(density: Tensor) -> Tensor:
+    """Colours (..., 3) uint8 for densities (...)."""
+    place = density.clamp(0, 1) * (len(SCALE) - 1)
+    below = place.long().clamp(max=len(SCALE) - 2)
+    return SCALE[below].lerp(SCALE[below + 1], (place - below).unsqueeze(-1)).round().byte()
+
+
+def _as_tensor(image: Image.Image) -> Tensor:
+    pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
+    return pixels.view(1, image.height, image.width, 3).float() / 255
+
+
+@functools.cache
+def _font(size: int) -> Any:
+    return ImageFont.load_default(size)

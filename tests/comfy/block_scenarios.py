@@ -25,7 +25,7 @@ AUTO: dict[str, Any] = {"mode": "auto quality", "quality": "fast"}
 def looking(key: Callable[[dict[str, Any]], tuple]) -> Iterator[set[tuple]]:
     """Collects (*key(options), row) of each self-attention call."""
     seen: set[tuple] = set()
-    forward = pack("nodes.forward").Forward
+    forward = pack("nodes.run").Forward
     serve = forward._serve
 
     def spy(this: Any, call: Any, decision: Any, layer: Any, *args: Any, **named: Any) -> Any:

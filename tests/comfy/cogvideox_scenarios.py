@@ -12,7 +12,7 @@ import comfy.utils
 import folder_paths
 import nodes as comfy_nodes
 import torch
-from session import pack, replaced, sample
+from session import replaced, sample
 
 
 def cogvideox_loaded(published: str, weight_dtype: str, dynamic_vram: bool) -> dict[str, Any]:
@@ -58,21 +58,6 @@ def cogvideox_loaded(published: str, weight_dtype: str, dynamic_vram: bool) -> d
         "finite": bool(outputs[0].isfinite().all() and outputs[0].std() > 0),
         "outputs are equal": torch.equal(*outputs),
     }
-
-
-def cogvideox_core_names(names: list[str]) -> list[str]:
-    """ComfyUI's names of published parameters, by the pack."""
-    core_name = pack("nodes.cogvideox").core_name
-    return [core_name(name) for name in names]
-
-
-def cogvideox_refusal(name: str, dtype: str) -> str:
-    """What our node says of a file; nothing of one that it loads."""
-    try:
-        comfy_nodes.NODE_CLASS_MAPPINGS["SpargeCogVideoXLoad"].execute(name, dtype)
-    except ValueError as error:
-        return str(error)
-    return ""
 
 
 def cogvideox_at_its_size(name: str) -> dict[str, Any]:

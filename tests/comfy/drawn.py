@@ -17,13 +17,13 @@ NODES = """() => app.canvas.graph._nodes.map(node => {
   return {name: node.title, type: node.type, box: [x, y, x + width, y + height]};
 })"""
 VERDICT = "2.7x faster: 34 s, not 91 s.\n29 % of attention computed, error 5 %"
-#: Two lines on each node of ours, one more on the report, and pictures where a run leaves one.
+#: Two lines on each node of ours, and pictures where a run leaves one.
 AFTER_A_RUN = """lines => {
   const send = (kind, detail) => app.api.dispatchEvent(new CustomEvent(kind, {detail}));
   for (const {id, type} of app.graph._nodes) {
-    const text = type.endsWith('Report') ? lines + '\\n(Saved the profile of this clip.)' : lines;
-    if (/^SpargeAttention|Benchmark$/.test(type)) send('progress_text', {nodeId: String(id), text});
-    if (!/Report$|Compare$|Map$|Benchmark$|^Save/.test(type)) continue;
+    const text = lines;
+    if (/^SpargeAttention/.test(type)) send('progress_text', {nodeId: String(id), text});
+    if (!/Report$|Compare$|^Save/.test(type)) continue;
     const clip = type === 'SaveVideo', filename = clip ? 'example.webm' : 'example.png';
     // Of Nodes 2.0, the player of an animated one would stay on the page when its graph has gone.
     const animated = [clip && !LiteGraph.vueNodesMode];

@@ -45,14 +45,15 @@ def gguf_weights(
     loader = comfy_nodes.NODE_CLASS_MAPPINGS["UnetLoaderGGUF"]()
     with replaced(comfy.model_patcher.ModelPatcher, "is_dynamic", lambda self: dynamic_vram):
         model = loader.load_unet(name)[0]
-    dense, delivered, hook = sample(model, family), set(), pack("nodes.hook")
-    attention_call = hook.AttentionCall
+    dense, delivered = sample(model, family), set()
+    module = pack("nodes.attention_call")
+    is_plain = module._is_plain
 
-    def look_on(q: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        delivered.add(type(q).__name__)
-        return attention_call(q, *args, **kwargs)
+    def look_on(tensor: torch.Tensor) -> bool:
+        delivered.add(type(tensor).__name__)
+        return is_plain(tensor)
 
-    with replaced(hook, "AttentionCall", look_on):
+    with replaced(module, "_is_plain", look_on):
         runs = [
             with_the_node(patch(model, **widgets), family, dense, {}, repeat=False)
             for widgets in ({"topk": 1.0}, {"topk": 0.5}, {"mode": "auto quality"})

@@ -198,7 +198,6 @@ FAMILIES: dict[str, Tiny] = {
         config=_QWEN.config | {"default_ref_method": "index_timestep_zero"},
         extra={"reference_latents": [noise(16, 1, 36, 40), noise(16, 1, 20, 23)]},
     ),
-    "qwen image layered": replace(_QWEN, latent=(16, 3, 36, 40)),
     "lumina": _LUMINA,
     "z-image": _Z_IMAGE,
     "z-image edit": replace(
@@ -208,9 +207,6 @@ FAMILIES: dict[str, Tiny] = {
             "reference_latents_text_embeds": [noise(40, TEXT_DIM)],
         },
     ),
-    "z-image edit of another size": replace(
-        _OMNI, extra={"reference_latents": [noise(16, 20, 24)]}
-    ),
     "sd35 large": Tiny("SD3", _SD3, latent=_IMAGE, pooled=64),
     "sd35 medium": Tiny(
         "SD3", _SD3 | {"x_block_self_attn_layers": [0, 1]}, latent=_IMAGE, pooled=64
@@ -219,35 +215,16 @@ FAMILIES: dict[str, Tiny] = {
     "cosmos predict2": Tiny("CosmosT2IPredict2", _COSMOS, latent=(16, 4, 16, 20)),
     "anima": Tiny("Anima", _COSMOS | {"image_model": "anima"}, latent=_ONE_FRAME),
     "krea 2": _KREA,
-    "krea 2 edit": replace(
-        _KREA,
-        config=_KREA.config | {"default_ref_method": "index_timestep_zero"},
-        extra={"reference_latents": [noise(16, 1, 36, 40)]},
-    ),
-    "krea 2, an image that it does not take": replace(
-        _KREA, extra={"reference_latents": [noise(16, 1, 36, 40)]}
-    ),
     "hidream": _HIDREAM,
     "hidream edit": replace(
         _HIDREAM, extra=_HIDREAM.extra | {"concat_latent_image": noise(16, 36, 40)}
     ),
     "minimax h3": _MINIMAX,
-    "minimax h3, a key frame and a reference": replace(
-        _MINIMAX,
-        latent=(24, 10, 16, 20),
-        extra={
-            "minimax_keyframes": [{"resolved_frame_index": 0, "latent": noise(24, 1, 16, 20)}],
-            "minimax_refs": [
-                {"kind": "image", "latent": noise(24, 1, 8, 12), "latent_h": 8, "latent_w": 12}
-            ],
-        },
-    ),
     "minimax h3, eight heads": replace(
         _MINIMAX, config=_MINIMAX.config | {"num_attention_heads": 8}
     ),
     "hunyuan 1.5": _HUNYUAN_15,
     "flux 2": _FLUX_2,
-    "flux 2 edit": replace(_FLUX_2, extra={"reference_latents": [noise(128, 18, 20)]}),
     "omnigen 2": _OMNIGEN,
     "boogu": _BOOGU,
     "mage flow": _MAGE_FLOW,

@@ -3,32 +3,11 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
-import re
 from typing import Any
 
-import comfy.model_base
 import comfy.sample
 import models
 import torch
-from session import pack
-
-
-def diffusion_models() -> dict[str, str]:
-    """Name for the user of every diffusion model that a model of ComfyUI is made with."""
-    found = set(re.findall(r"unet_model=([\w.]+)", inspect.getsource(comfy.model_base)))
-    classes = [
-        functools.reduce(getattr, path.split("."), comfy.model_base)
-        for path in found - {"unet_model"}
-    ]
-    families, unlisted = pack("nodes.families").FAMILIES, pack("nodes.unlisted_models")
-    named = {}
-    for each in classes:
-        names = [parent.__name__ for parent in each.__mro__]
-        known = [families[name].name for name in names if name in families]
-        named[each.__name__] = known[0] if known else unlisted.name_of(names)
-    return named
 
 
 def places(name: str) -> dict[str, Any]:

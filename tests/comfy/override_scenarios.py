@@ -124,7 +124,7 @@ def with_backends(order: str, twice: bool = False) -> dict[str, Any]:
     patched = (
         patch(choose(model), topk=1.0) if order == "before" else choose(patch(model, topk=1.0))
     )
-    host = pack("nodes.host")
+    host = pack("nodes.comfyui")
     with reports() as found:
         out = sample(patched, "wan")
     chosen = _options(choose(model))[KEY]

@@ -93,19 +93,12 @@ class Recorder:
 
         return override
 
-    def patch(self, model: Any, chained: bool) -> Any:
-        clone = model.clone()
-        options = clone.model_options["transformer_options"]
-        previous = options.get("optimized_attention_override") if chained else None
-        options["optimized_attention_override"] = self.over(previous)
-        return clone
-
 
 @contextlib.contextmanager
 def reports() -> Iterator[list[dict[str, Any]]]:
     """Collects what every run inside reports, as numbers."""
     collected: list[dict[str, Any]] = []
-    report, session = pack("nodes.report"), pack("sparge.session")
+    report, session = pack("nodes.comfyui"), pack("sparge.session")
     publish = report.publish
 
     def collect(result: Any, node_id: str | None) -> None:

@@ -14,26 +14,6 @@ DIFFERENT = (
     "serves"
 )
 LISTED = "listed in dense_blocks"
-DENSE_AND_CROSS = BLOCKS + STEPS * BLOCKS
-
-
-@pytest.mark.parametrize(
-    ("place", "compared", "recorded"),
-    [
-        ("before", 1, DENSE_AND_CROSS + 1),  # it is the dense path
-        ("overwriting", 1, DENSE_AND_CROSS + 1),  # it becomes the dense path
-        ("chained", 0, SPARSE + DENSE_AND_CROSS),  # it stays outside, as its author meant it
-    ],
-)
-def test_another_override(comfyui, place, compared, recorded):
-    """compared: calls in sparse steps that say whether it is a plain backend still."""
-    got = comfyui.run("other_override", place=place)
-    assert (got["sparse"], got["recorded"]) == (SPARSE - compared, recorded)
-    assert got["error"] < EIGHT_BIT
-
-
-def test_an_attention_backend_chosen_after_the_node(comfyui):
-    assert comfyui.sampled("wan", {}, after="backend")[0]["sparse"] == SPARSE
 
 
 def test_core_sparse_node_on_the_same_model_is_named(comfyui):
@@ -72,12 +52,6 @@ def test_torch_compile(comfyui, name, order, widgets):
     (got,) = comfyui.sampled(name, widgets, repeat=True, **{order: "compiled"})
     assert got["sparse"] == SPARSE_STEPS * (3 if name == "flux" else BLOCKS) and got["repeats"]
     assert got["error"] < (EIGHT_BIT if widgets is ALL else 0.1)
-
-
-def test_a_model_that_was_compiled_before_the_node_came(comfyui):
-    """Compiled code that was made without the node calls it all the same."""
-    got = comfyui.run("compiled_before", name="wan", **ALL)
-    assert got["sparse"] == SPARSE_STEPS * BLOCKS and got["error"] < EIGHT_BIT
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,6 @@ _BEHIND_TEXT = (TEXT, TEXT + IMAGE - 1)
 CASES = {
     "qwen image": Case("Qwen Image", 2 * [[TEXT, IMAGE]], _BEHIND_TEXT),
     "qwen image edit": Case("Qwen Image", 2 * [[TEXT, 2 * IMAGE, 10 * 12]], _BEHIND_TEXT),
-    "qwen image layered": Case("Qwen Image", 2 * [[TEXT, 3 * IMAGE]], (TEXT, TEXT + 3 * IMAGE - 1)),
 }
 
 _SHORT = "fewer than min_tokens (100) tokens"
@@ -65,13 +64,6 @@ CASES |= {
         (0, 64 + 32 - 1),
         {_SHORT: 2},
     ),
-    "z-image edit of another size": Case(
-        "Z-Image or Lumina",
-        [[128, _Z_IMAGE], *2 * [[128 + 2 * 32 + 2 * 32, _Z_IMAGE]]],
-        (2 * 32 + 2 * 32, 2 * 32 + 2 * 32 + 128 + _Z_IMAGE - 1),
-        (0, 2 * 32 - 1),
-        {_SHORT: 2},
-    ),
 }
 #: Tiny models in which half of the blocks is less than what always stays.
 _TOO_MUCH_IS_EXACT = {"flux 2", "z-image edit"}
@@ -83,10 +75,6 @@ CASES |= {
     "cosmos predict2": Case("Cosmos Predict2", 2 * [[_ALONE]], (0, _ALONE - 1), None),
     "anima": Case("Anima", 2 * [[IMAGE]], (0, IMAGE - 1), None),
     "krea 2": Case("Krea 2", 2 * [[TEXT, IMAGE]], _BEHIND_TEXT, short={_SHORT: 4}),
-    "krea 2 edit": Case("Krea 2", 2 * [[TEXT, 2 * IMAGE]], _BEHIND_TEXT, short={_SHORT: 4}),
-    "krea 2, an image that it does not take": Case(
-        "Krea 2", 2 * [[TEXT, IMAGE]], _BEHIND_TEXT, short={_SHORT: 4}
-    ),
     # text of T5, then twice that of Llama
     "hidream": Case(
         "HiDream", 2 * [[IMAGE, TEXT + 2 * 20]], (0, IMAGE - 1), (IMAGE, IMAGE + TEXT - 1)
@@ -99,11 +87,6 @@ CASES |= {
     ),
     # 10 frames of sound in two channels, between text and clip
     "minimax h3": Case("MiniMax H3", 2 * [[TEXT + 20, _ALONE]], (TEXT, TEXT + 20 + _ALONE - 1)),
-    "minimax h3, a key frame and a reference": Case(
-        "MiniMax H3",
-        2 * [[TEXT + 80 + 4 * 6 + 20, 10 * 80]],
-        (TEXT + 80 + 4 * 6, TEXT + 80 + 4 * 6 + 20 + 10 * 80 - 1),
-    ),
 }
 #: Refiners of text, of the picture and of the image to edit, then layers of all three.
 _REFINED = [[IMAGE], [IMAGE]]
@@ -117,7 +100,6 @@ CASES |= {
     ),
     # ComfyUI fills up prompts of Flux 2 to 512 tokens, in front
     "flux 2": Case("Flux", 3 * [[512, IMAGE]], (512, 512 + IMAGE - 1), (512 - TEXT, 511)),
-    "flux 2 edit": Case("Flux", 3 * [[512, 2 * IMAGE]], (512, 512 + IMAGE - 1), (512 - TEXT, 511)),
     "omnigen 2": Case("OmniGen2", [*_REFINED, *2 * [_EDIT_FIRST]], _BEHIND_EDIT, short={_SHORT: 1}),
     "boogu": Case(
         "Boogu",
@@ -164,13 +146,6 @@ def test_text_and_picture_stand_where_the_row_says(comfyui, name):
     assert found["picture"] == list(case.picture)
     assert found["text"] == (list(case.text) if case.text else None)
     assert found["tokens"] == max(map(sum, case.calls))
-
-
-def test_both_calls_of_a_layer_of_sd35_medium_are_listed(comfyui):
-    """Of its three blocks the first two attend twice."""
-    first, last = comfyui.sampled("sd35 medium", {"dense_blocks": "0"}, {"dense_blocks": "-1"})
-    assert first["reasons"] == {WINDOW: 5, "listed in dense_blocks": SPARSE_STEPS * 2}
-    assert last["reasons"] == {WINDOW: 5, "listed in dense_blocks": SPARSE_STEPS}
 
 
 @pytest.mark.parametrize(("name", "segments"), [("qwen image", [15, IMAGE]), ("lens", [IMAGE, 15])])

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.comfy.expected import BLOCKS, EIGHT_BIT, FAST, SPARSE_STEPS, WINDOW
+from tests.comfy.expected import BLOCKS, EIGHT_BIT, FAST, WINDOW
 
 OPEN = {"start_percent": 0.0}
 ALL = {"topk": 1.0}
@@ -50,11 +50,6 @@ def test_samplers_that_evaluate_between_steps(comfyui, sampler):
         assert got["sparse"] > got["dense"] > 0
 
 
-def test_a_schedule_that_rises_again_is_dense_again(comfyui):
-    report = comfyui.run("schedule_that_rises_again")
-    assert (report["sparse"], report["dense"]) == (4 * BLOCKS, 2 * BLOCKS)
-
-
 @pytest.mark.parametrize("widgets", [ALL, AUTO, {"mode": "auto budget"}], ids=str)
 def test_two_samplers_with_a_model_each(comfyui, widgets):
     """The second has no dense window."""
@@ -87,28 +82,6 @@ def test_cancel_leaves_a_report_and_nothing_else(comfyui, widgets):
     assert cut["sparse"] == 2 * BLOCKS
     assert got["same_after"] and again == whole
     assert got["options"] == ["optimized_attention_override"]
-
-
-BUG = "an error of Sparge Attention (see the log)"
-
-
-@pytest.mark.parametrize(
-    ("kind", "reason"),
-    [
-        ("unsupported", "the test allows nothing"),
-        ("build", "a kernel did not compile (see the log)"),
-        ("bug", BUG),
-    ],
-)
-def test_what_the_library_raises_is_dense_with_its_reason(comfyui, kind, reason):
-    got = comfyui.run("raising", kind=kind)
-    assert got["reasons"][reason] == SPARSE_STEPS * BLOCKS
-    assert got["same_as_dense"] and not got["raised"]
-    assert "NOTHING WAS SPARSE" in got["text"]
-    assert got["calls"] == 1 or kind != "build", "the rest of the run is dense"
-    if reason == BUG:
-        log = comfyui.log_path.read_text()
-        assert f"a {kind}. Please report it." in log and "Traceback" in log
 
 
 @pytest.mark.parametrize(

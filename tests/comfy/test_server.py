@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.comfy.graphs import ALL_WIDGETS, OF_MODES, graph, nested
+from tests.comfy.graphs import ALL_WIDGETS, graph, nested
 from tools import locales
 
 
@@ -21,43 +21,12 @@ def server(start_server, tiny_nodes: Path, no_toolchain: dict[str, str]) -> Any:
     return start_server(tiny_nodes, no_toolchain)
 
 
-@pytest.fixture(scope="module")
-def node_info(server) -> dict[str, Any]:
-    return server.get("/object_info/SpargeAttention")["SpargeAttention"]
-
-
 def test_the_pack_imports_without_a_toolchain(server, pack_folder):
     # ComfyUI exits 0 whatever fails, and names each pack with the seconds its import took.
     (line,) = (
         line for line in server.log().splitlines() if re.search("seconds.*" + pack_folder, line)
     )
     assert "IMPORT FAILED" not in line
-
-
-def test_the_schema_reaches_the_browser(node_info):
-    assert node_info["display_name"].startswith("Sparge Attention")
-    assert node_info["category"] == "model/patch"
-    # Optional: a graph that was saved before a widget existed still passes validation.
-    assert node_info["input_order"]["required"] == ["model"]
-    inputs = node_info["input"]["optional"]
-    kind, mode = inputs["mode"]
-    assert kind == "COMFY_DYNAMICCOMBO_V3"
-    of_modes = {option["key"]: option["inputs"]["optional"] for option in mode["options"]}
-    assert list(of_modes) == list(OF_MODES), "a new node starts with the first"
-    assert {key: list(shown) for key, shown in of_modes.items()} == OF_MODES
-    own = [name for name in inputs if name != "mode"]
-    assert node_info["input_order"]["optional"] == ["mode", *own]
-    widgets = of_modes["manual"] | of_modes["auto quality"] | {name: inputs[name] for name in own}
-    assert {"mode": "manual"} | {name: x[1]["default"] for name, x in widgets.items()} == {
-        **ALL_WIDGETS,
-        "min_tokens": 4096,
-        # For nodes that are added now; saved graphs name theirs.
-        "start_percent": 0.1,
-        "pvthreshd": 50.0,
-    }
-    sliders = [name for name, x in widgets.items() if x[1].get("display") == "slider"]
-    shown = [name for name, x in widgets.items() if not x[1].get("advanced")]
-    assert sliders == ["topk", "pvthreshd"] and shown == [*sliders, "quality"]
 
 
 def said_in_the_log(server, prompt: dict[str, Any], on_the_node: str = ".+\n.+") -> str:
@@ -156,30 +125,12 @@ def test_measured_and_reported(server):
     assert len(outputs["10"]["images"]) == 1
 
 
-def test_defaults_on_a_tiny_clip_warn_that_nothing_was_sparse(server):
-    lines = r"NOTHING WAS SPARSE\.\nfewer than min_tokens \(4096\) tokens"
-    text = said_in_the_log(server, graph("wan", **ALL_WIDGETS | {"min_tokens": 4096}), lines)
-    assert "NOTHING WAS SPARSE" in text
-    assert "fewer than min_tokens (4096) tokens (8)" in text
-
-
 def test_a_bad_block_list_is_refused_with_advice(server):
     prompt = graph("wan", **ALL_WIDGETS | {"dense_blocks": "first"})
     status, answer = server.post("/prompt", {"prompt": prompt})
     assert status == 400
     (error,) = answer["node_errors"]["2"]["errors"]
     assert "dense_blocks contains 'first'" in error["details"]
-
-
-def test_a_model_that_is_not_there_is_refused_with_advice(server):
-    """Without the list of all models, which is what ComfyUI says otherwise."""
-    load = {"model_name": "gone.safetensors", "weight_dtype": "default"}
-    prompt = graph("wan", **ALL_WIDGETS)
-    prompt["1"] = {"class_type": "SpargeCogVideoXLoad", "inputs": load}
-    status, answer = server.post("/prompt", {"prompt": prompt})
-    assert status == 400
-    (error,) = answer["node_errors"]["1"]["errors"]
-    assert "gone.safetensors is not in models/diffusion_models. Load CogVideoX" in error["details"]
 
 
 def test_two_clips_are_compared(server):
@@ -204,13 +155,9 @@ def test_help_pages_and_translation_are_served(server, pack_folder):
     page = f"/extensions/{pack_folder}/docs/SpargeAttention"
     assert "# Sparge Attention" in server.get(f"{page}.md")
     assert "稀疏" in server.get(f"{page}/zh.md")
-    for node, title in (
-        ("SpargeAttentionReport", "Sparge Attention Report"),
-        ("SpargeAttentionCompare", "Sparge Attention Compare"),
-        ("SpargeCogVideoXLoad", "Load CogVideoX"),
-        ("SpargeAttentionWanVideoWrapper", "Sparge Attention for WanVideoWrapper"),
-    ):
-        assert f"# {title}" in server.get(f"/extensions/{pack_folder}/docs/{node}.md")
+    assert "# Load CogVideoX" in server.get(
+        f"/extensions/{pack_folder}/docs/SpargeCogVideoXLoad.md"
+    )
     labels = {
         language: server.get("/i18n")[language]["nodeDefs"]["SpargeAttention"]["inputs"]
         for language in ("en", "zh")

@@ -30,7 +30,7 @@ def main() -> None:
 
     loaded = asyncio.run(nodes.load_custom_node(str(Path(base, "custom_nodes", folder))))
     sys.path.append(pack)  # behind ComfyUI, which has a module called nodes too
-    kinds = "", "block_", "cogvideox_", "gguf_", "image_", "override_", "tiny_video_dit_"
+    kinds = "", "block_", "cogvideox_", "gguf_", "image_", "override_"
     modules = [importlib.import_module(f"{kind}scenarios") for kind in kinds]
     scenarios = {name: value for module in modules for name, value in vars(module).items()}
     for line in sys.stdin:

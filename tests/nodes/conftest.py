@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from tests.nodes.parts import BLOCKS, HEADS, LATENT, TOKENS, network
-from tests.nodes.stand_ins import folder_paths, module_of, ui
+from tests.nodes.stand_ins import folder_paths, model_loading, module_of, ui
 
 PACK = Path(__file__).resolve().parents[2]
 PACK_NAME = "sparge-pack-under-test"
@@ -72,9 +72,12 @@ def load_pack() -> Any:
         get_torch_device=lambda: torch.device("cpu"),
         throw_exception_if_processing_interrupted=lambda: None,
     )
+    loading = model_loading()
+    parts = {name.removeprefix("comfy."): module for name, module in loading.items()}
     stand_ins = {
         "folder_paths": folder_paths(Path("no models")),
-        "comfy": module_of("comfy", model_management=management),
+        "comfy": module_of("comfy", model_management=management, **parts),
+        **loading,
         "comfy.model_management": management,
         "comfy.ldm": module_of("comfy.ldm"),
         "comfy.ldm.modules": module_of("comfy.ldm.modules"),
@@ -270,7 +273,7 @@ def backend(
 def runs(load_pack: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, bool]]:
     """The (run, stopped) of every run that ends."""
     seen: list[tuple[Any, bool]] = []
-    run_class = load_pack("nodes.run_state").Run
+    run_class = load_pack("nodes.run").Run
     made = run_class.report
 
     def report(run: Any, stopped: bool = False) -> Any:

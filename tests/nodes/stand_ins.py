@@ -39,15 +39,18 @@ def folder_paths(models: Path) -> ModuleType:
         files = {x.relative_to(each) for each in folders for x in each.rglob("*") if x.is_file()}
         return sorted(map(str, files))
 
-    def full_path(kind: str, name: str) -> str | None:
+    def full_path(kind: str, name: str) -> str:
         found = (each / name for each in of_kind[kind])
-        return next((str(path) for path in found if path.is_file()), None)
+        path = next((str(path) for path in found if path.is_file()), None)
+        if path is None:
+            raise FileNotFoundError(f"Model in folder '{kind}' with filename '{name}' not found.")
+        return path
 
     return module_of(
         "folder_paths",
         models_dir=str(models),
         get_filename_list=names,
-        get_full_path=full_path,
+        get_full_path_or_raise=full_path,
     )
 
 
@@ -61,8 +64,6 @@ def model_loading() -> dict[str, ModuleType]:
             return {name: file.get_tensor(name) for name in names}, file.metadata()
 
     def load(state: Any, options: Any, metadata: Any, disable_dynamic: bool) -> Any:
-        if "proj_out.bias" in state and len(state["proj_out.bias"]) % 4:  # patches of 2 x 2
-            raise RuntimeError("Error(s) in loading state_dict:\n\tsize mismatch for proj_out.bias")
         known = any(name.endswith("blocks.0.norm1.linear.weight") for name in state)
         kind = type("CogVideoX" if known and "other" not in state else "Other", (), {})
         return SimpleNamespace(

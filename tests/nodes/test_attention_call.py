@@ -67,21 +67,12 @@ def test_layouts(calls, sparse, asked, generator, layout, kv_heads, skip_output_
     q, k, v = qkv(generator, layout, kv_heads=kv_heads)
     flags = {"skip_reshape": layout != "flat", "skip_output_reshape": skip_output_reshape}
     theirs = (x.as_subclass(LoaderTensor) if loader else x for x in (q, k))
-    out = sparse(calls.AttentionCall(*theirs, v, 4, None, options={"scale": 0.1}, **flags))
+    out = sparse(calls.AttentionCall.of((*theirs, v, 4), {"scale": 0.1, **flags}))
     expected = dense(q, k, v, 4, scale=0.1, **flags)
     assert out.shape == expected.shape and relative_error(out, expected) < EIGHT_BIT
     (call,) = asked
     assert [x.data_ptr() for x in call.tensors] == [x.data_ptr() for x in (q, k, v, out)]
     assert {type(x) for x in (*call.tensors, out)} == {torch.Tensor}
-
-
-@pytest.mark.parametrize("q_dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("v_dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_result_has_the_dtype_of_q(calls, sparse, generator, q_dtype, v_dtype):
-    q, k, v = qkv(generator, "flat", dtype=q_dtype)
-    out = sparse(calls.AttentionCall(q, k, v.to(v_dtype), 4, None, False, False, {}))
-    assert out.dtype == q_dtype
-    assert relative_error(out, dense(q, k, v, 4, None, False)) < EIGHT_BIT
 
 
 @pytest.mark.parametrize(
@@ -95,6 +86,6 @@ def test_the_result_has_the_dtype_of_q(calls, sparse, generator, q_dtype, v_dtyp
 )
 def test_options_that_would_change_the_result_are_noticed(calls, generator, options, unknown):
     q, k, v = qkv(generator, "flat")
-    facts = calls.AttentionCall(q, k, v, 4, None, False, False, options).facts
+    facts = calls.AttentionCall.of((q, k, v, 4), options).facts
     assert facts.unknown_options == unknown
     assert not facts.refuses_low_precision

@@ -4,16 +4,14 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import weakref
 from collections import Counter
 from contextlib import contextmanager
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tests.nodes.parts import BLOCKS, HEADS, LATENT, TOKENS, network
+from tests.nodes.parts import BLOCKS, HEADS, TOKENS, network
 
 pytestmark = pytest.mark.usefixtures("reference_allowed")
 
@@ -51,40 +49,6 @@ def test_the_last_dense_step_is_measured_or_the_first_of_all(
     }
 
 
-def test_what_outlives_a_call_is_made_between_calls(load_pack, sampled, step, monkeypatch):
-    inside, made = [], Counter()
-    forward = load_pack("nodes.forward").Forward
-    attend = forward.attend
-
-    def watched(owner, name):
-        original = getattr(owner, name)
-
-        def made_here(*args, **kwargs):
-            made[name, bool(inside)] += 1
-            return original(*args, **kwargs)
-
-        monkeypatch.setattr(owner, name, made_here)
-
-    watched(load_pack("sparge.session.heads").Heads, "__init__")
-    watched(load_pack("sparge.session.report").PassRecord, "expect")
-    watched(load_pack("sparge").HeadSettings, "_make_table")
-
-    def entered(*args):
-        inside.append(1)
-        try:
-            return attend(*args)
-        finally:
-            inside.pop()
-
-    monkeypatch.setattr(forward, "attend", entered)
-    sampled(step, DENSE_THEN_SPARSE, **AUTO)
-    assert made == {
-        ("__init__", False): 1,
-        ("expect", False): 3,  # a pass that may be sparse
-        ("_make_table", False): 1,  # of all layers, as all steps are alike
-    }
-
-
 @pytest.mark.parametrize("start", [0.0, 0.2])
 @pytest.mark.parametrize("mode", ["manual", "auto quality", "auto budget"])
 def test_calls_for_one_head_at_a_time(sampled, generator, mode, start):
@@ -92,14 +56,13 @@ def test_calls_for_one_head_at_a_time(sampled, generator, mode, start):
     tokens."""
     text, heads, layers = 24, 6, 2
     clip = torch.randn(1, text + TOKENS, 64, generator=generator)
-    blocks = [SimpleNamespace(attn=SimpleNamespace(heads=heads))] * layers
 
     def step(attend):
         for _ in range(layers * heads):
             attend(clip, clip, clip, 1)
 
     got = sampled(
-        step, DENSE_THEN_SPARSE, network("MiniMaxH3Model", blocks=blocks),
+        step, DENSE_THEN_SPARSE, network("MiniMaxH3Model", num_heads=heads, blocks=range(layers)),
         context=torch.zeros(1, text, 8), mode=mode, topk=0.7, start_percent=start,
     )  # fmt: skip
     a_pass, passes = layers * heads, len(DENSE_THEN_SPARSE)
@@ -137,116 +100,13 @@ def test_what_other_calls_do_without_is_allocated_untracked(
             attend(part, part, part, HEADS // chunks)
 
     monkeypatch.setattr(load_pack("sparge.session.report").PassRecord, "__setattr__", noted)
-    monkeypatch.setattr(load_pack("nodes.run_state"), "untracked_allocations", context)
+    monkeypatch.setattr(load_pack("nodes.run"), "untracked_allocations", context)
     auto, model = mode != "manual", network(blocks=range(10 * BLOCKS))
     got = sampled(step, [0.9, 0.5] if auto else [0.5], model, mode=mode)
     assert got.counts.sparse == 10 * BLOCKS * chunks
     growths = {} if auto or chunks == 1 else {("pairs", True): 1}  # dense steps tell the rows
     assert made == {("pairs", False): 1, ("_nan", True): 1} | growths
     assert len(entered) - auto * 10 * BLOCKS * chunks < 10, "each layer is measured once"
-
-
-@pytest.mark.parametrize(("batch", "prompts"), [([0, 0], 1), ([1, 0, 0], 2)])
-def test_a_prompt_that_is_twice_in_a_batch_is_measured_once(
-    load_pack, sampled, step, monkeypatch, batch, prompts
-):
-    """Prompts of regions are all positive ones."""
-    heads, measured = load_pack("sparge.session.heads"), []
-    measure = heads.measure
-    monkeypatch.setattr(heads, "measure", lambda *args: (measured.append(1), measure(*args))[1])
-    got = sampled(step, DENSE_THEN_SPARSE, conditionings=(batch,), **AUTO)
-    assert len(measured) == prompts * BLOCKS and got.counts.sparse > 0
-
-
-@pytest.fixture
-def dense_calls(load_pack, monkeypatch):
-    """Results of the dense attention under the node, as a list; set `.error` to raise it."""
-    forward = load_pack("nodes.forward").Forward
-    attend = forward.attend
-
-    class Results(list):
-        error = None
-
-    results = Results()
-
-    def watched(self, call, dense):
-        def counted():
-            if results.error is not None:
-                raise results.error
-            results.append(dense())
-            return results[-1]
-
-        return attend(self, call, counted)
-
-    monkeypatch.setattr(forward, "attend", watched)
-    return results
-
-
-def test_dense_attention_runs_once(sampled, step, dense_calls):
-    sampled(step, DENSE_THEN_SPARSE, **AUTO)
-    assert len(dense_calls) == 2 * BLOCKS, "two dense steps, of which the last is measured"
-
-
-def test_memory_that_dense_attention_lacks_is_not_measurings_fault(sampled, step, dense_calls):
-    dense_calls.error = torch.OutOfMemoryError("full")
-    with pytest.raises(torch.OutOfMemoryError):
-        sampled(step, [0.5, 0.4], start_percent=0.0, **AUTO)
-
-
-@pytest.mark.parametrize("comes_again", [True, False])
-def test_a_layer_that_was_skipped_when_it_should_be_measured(sampled, step, comes_again):
-    """A cache skips it in the last three dense passes: it alone is measured where it comes again,
-    and is sparse one step later.
-    """
-    passes = itertools.count()
-
-    def cached(attend):
-        number, layers = next(passes), itertools.count()
-        skips = 1 <= number <= 3 or (number > 3 and not comes_again)
-        return step(
-            lambda q, k, v, heads: v if skips and next(layers) == 1 else attend(q, k, v, heads)
-        )
-
-    got = sampled(cached, [1.0, 0.9, 0.8, 0.7, 0.5, 0.4], start_percent=0.45, **AUTO)
-    assert got.counts.reasons["measuring"] == comes_again
-    assert got.counts.sparse == 2 + comes_again
-
-
-@pytest.mark.parametrize(
-    ("error", "reason"),
-    [
-        (lambda sparge: sparge.Unsupported("no such head"), "no such head"),
-        (
-            lambda _: torch.OutOfMemoryError("full"),
-            "not enough memory to measure this layer",
-        ),
-        (
-            lambda sparge: sparge.KernelBuildError("attend", "line 1"),
-            "a kernel did not compile (see the log)",
-        ),
-    ],
-    ids=["refusal", "memory", "build"],
-)
-def test_what_cannot_be_measured_stays_dense_with_its_reason(
-    load_pack, sampled, step, monkeypatch, error, reason
-):
-    def refuse(*args):
-        raise error(load_pack("sparge"))
-
-    monkeypatch.setattr(load_pack("sparge.session.heads"), "measure", refuse)
-    got = sampled(step, [0.5, 0.4], start_percent=0.0, **AUTO)
-    assert got.counts.reasons == {reason: 2 * BLOCKS}
-
-
-def test_text_alone_is_no_work_for_heads(sampled, generator):
-    # The image's one token is in the query block in which the text ends.
-    q = torch.randn(1, 1 + 190, HEADS * 64, generator=generator)
-    got = sampled(
-        lambda attend: attend(q, q, q, HEADS), [0.5, 0.4], network("Flux", patch_size=2),
-        (2, 2), torch.zeros(1, 190, 8), min_tokens=100, **AUTO,
-    )  # fmt: skip
-    (reason,) = got.counts.reasons
-    assert reason == "every query block holds text, which stays exact"
 
 
 def test_the_result_of_a_run_holds_nothing_of_it(sampled, step, runs):
@@ -265,12 +125,3 @@ def test_the_result_of_a_run_holds_nothing_of_it(sampled, step, runs):
     torch.testing.assert_close(heads.density.mean(1), found.by_step[:, 2:].mean(1))
     assert report.error == pytest.approx(float((heads.expected * heads.weight).mean()))
     assert 0 < report.error <= 0.06, "blocks are large beside so few tokens"
-
-
-def test_the_same_run_twice(session, patch, step):
-    patched = patch(quality="fast", **AUTO)
-    first, second = (
-        torch.stack([torch.stack(each) for each in given])
-        for given in (session(patched, LATENT).sample(step, DENSE_THEN_SPARSE) for _ in range(2))
-    )
-    assert torch.equal(first, second)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import sys
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -68,35 +67,12 @@ def test_the_dense_steps_are_in_eight_bits_and_measured(timed, run, load_pack, q
     for each, eight_bit in ((got, BLOCKS), (exact, 0)):
         counts = each.counts
         assert (counts.eight_bit, counts.dense, counts.sparse) == (eight_bit, BLOCKS, 2 * BLOCKS)
-    assert set(names) == {load_pack("nodes.host").exact_backend().name}
+    assert set(names) == {load_pack("nodes.comfyui").exact_backend().name}
     sparge = load_pack("sparge")
     dense = sparge.attention(*qkv, sparge.SparsePolicy(topk=1.0), out_layout="NHD").flatten(2)
     assert torch.equal(got.given[0], torch.cat([dense] * 2)), "cond and uncond"
     true = torch.nn.functional.scaled_dot_product_attention(*qkv).transpose(1, 2).flatten(2)
     assert not torch.equal(dense, true) and torch.allclose(dense, true, atol=0.1)
-
-
-def test_a_layer_of_the_first_step_tells_what_exact_attention_takes(
-    timed, run, load_pack, monkeypatch
-):
-    """This model has two layers, of which the second tells it; larger ones have two that do."""
-    monkeypatch.setattr(load_pack("sparge.session.report").PassRecord, "times", lambda *given: True)
-    event = Mock(elapsed_time=lambda end: 1000.0)
-    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    timed(2.0)
-    got = run(start_percent=0.4, sigmas=(0.9, 0.85, 0.7, 0.5))
-    time, exact = got.last.time, load_pack("sparge.session.timing").Backend.EXACT
-    assert (got.counts.eight_bit, got.counts.dense) == (3 * BLOCKS - 1, 3 * BLOCKS)
-    assert [step for step, of_step in time.by_step.items() if exact in of_step] == [0]
-    assert not time.is_foretold
-
-
-@pytest.mark.parametrize("widgets", [{"dense_blocks": "0-1"}, {"end_percent": 0.2}], ids=str)
-def test_calls_that_the_user_wants_dense_are_in_eight_bits(timed, run, widgets):
-    timed(2.0)
-    counts = run(**widgets).counts
-    assert (counts.eight_bit, counts.sparse) == (3 * BLOCKS, 0)
 
 
 def test_not_where_exact_is_faster_nor_in_manual_mode(timed, run):
@@ -156,79 +132,8 @@ def test_another_nodes_attention_serves_dense_calls(timed, run):
     assert counts.sparse == 2 * BLOCKS - 1, "beside 8 bits it would not be"
 
 
-def test_an_error_in_eight_bits_costs_no_picture(timed, run, load_pack, monkeypatch, caplog):
-    def fail(self):
-        raise ZeroDivisionError("no")
-
-    timed(2.0)
-    monkeypatch.setattr(load_pack("sparge.session").Call, "eight_bit", fail)
-    counts = run().counts
-    assert counts.eight_bit == 0 and counts.dense == BLOCKS
-    assert caplog.text.count("a dense call was computed exact") == 1
-
-
-def test_short_runs_that_do_not_pay_are_in_eight_bits(timed, run):
-    timed(2.0, measuring=10.0)
-    counts = run().counts
-    assert (counts.eight_bit, counts.sparse) == (3 * BLOCKS, 0)
-    assert counts.reasons["too few steps are left to pay for measuring"] == 2 * BLOCKS
-
-
-@pytest.fixture
-def on_gpu(load_pack, monkeypatch):
-    """Kernels are there, and runs test them."""
-    ready = SimpleNamespace(wait=lambda check: None)
-    monkeypatch.setattr(load_pack("nodes.hook").Hook, "prepare_kernels", lambda *_: ready)
-
-
-@pytest.mark.parametrize("error", [RuntimeError("no kernel image"), NotImplementedError("sage")])
-@pytest.mark.parametrize("mode", ["manual", "auto budget", "auto quality"])
-def test_attention_that_cannot_be_timed_costs_no_run(
-    run, timed, load_pack, monkeypatch, caplog, error, mode
-):
-    def fail(*args):
-        raise error
-
-    timed(2.0)
-    monkeypatch.setattr(load_pack(STATE), "times_of", fail)
-    got = run(mode=mode)
-    assert (got.counts.sparse, got.counts.dense) == (2 * BLOCKS, BLOCKS)
-    assert caplog.text.count("attention was not timed") == 1
-
-
-@pytest.mark.usefixtures("on_gpu")
-def test_kernels_that_cannot_be_tested_cost_no_run(run, timed, load_pack, monkeypatch):
-    def fail(*args):
-        raise RuntimeError("no kernel image")
-
-    timed(2.0)
-    monkeypatch.setattr(load_pack(STATE), "check_once", fail)
-    assert run().counts.sparse == 2 * BLOCKS
-
-
-@pytest.mark.usefixtures("on_gpu")
-@pytest.mark.parametrize("mode", ["manual", "auto budget", "auto quality"])
-def test_wrong_kernels_keep_every_run_exact_and_are_told(
-    run, timed, load_pack, monkeypatch, caplog, qkv, mode
-):
-    why = "the kernels err"
-
-    def refuse(*args):
-        raise load_pack("sparge.session.timing").WrongKernels(why)
-
-    monkeypatch.setattr(load_pack(STATE), "check_once", refuse)
-    timed(2.0)
-    exact = torch.nn.functional.scaled_dot_product_attention(*qkv).transpose(1, 2).flatten(2)
-    for _ in range(2):
-        got = run(mode=mode)
-        assert "NOTHING WAS SPARSE" in got.line and f"dense because: {why} (" in got.line
-        assert (got.counts.sparse, got.counts.eight_bit) == (0, 0)
-        assert all(torch.equal(out, exact.expand_as(out)) for out in got.given)
-    assert "were not tested" not in caplog.text
-
-
 def test_a_backend_is_named_with_its_version_and_pytorchs_order(load_pack, monkeypatch):
-    host = load_pack("nodes.host")
+    host = load_pack("nodes.comfyui")
 
     def attention_pytorch(): ...
 

@@ -57,34 +57,6 @@ def test_the_next_targets_kernels_run(load_pack, refusing, warmed, caplog):
     assert path == ("[Sparge] attention on cuda:0 by mma.sync: sm_90 is built without wgmma")
 
 
-def test_attention_stays_dense_where_no_target_compiles(load_pack, refusing, warmed, caplog):
-    refusing("attend_hopper", "attend")
-    assert warmed() == load_pack("sparge.kernels.warmup").KERNEL_DID_NOT_COMPILE
-    assert "attend-sm_90-" in caplog.messages[-1]
-
-
-def test_the_filter_is_used_again(load_pack, refusing, warmed):
-    fitted = load_pack("sparge.session.schedule").fitted
-    policy = load_pack("nodes.settings").Settings(pvthreshd=15.0).policy()
-    refusing("attend_hopper")
-    assert not fitted(policy, GPU).pv_filter
-    warmed()
-    assert fitted(policy, GPU) is policy
-
-
-def test_times_of_the_best_target_no_longer_hold(
-    load_pack, refusing, warmed, monkeypatch, tmp_path
-):
-    timing = load_pack("sparge.session.timing")
-    monkeypatch.setenv("SPARGE_CACHE", str(tmp_path))
-    monkeypatch.setattr(timing, "driver_version", lambda: 12080)
-    refusing("attend_hopper")
-    timing.keep_none(GPU, timing.TORCH)
-    assert timing.are_kept(GPU, timing.TORCH)
-    warmed()
-    assert not timing.are_kept(GPU, timing.TORCH)
-
-
 def test_the_report_says_so_once(
     load_pack, refusing, warmed, monkeypatch, reference_allowed, sampled, step
 ):

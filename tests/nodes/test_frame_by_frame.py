@@ -55,9 +55,3 @@ def test_auto_modes_say_what_it_is(run):
     assert got.counts.reasons == {why: 4 * 2 * FRAMES}
     assert "NOTHING WAS SPARSE" in got.line and "start_percent" not in got.line
     assert all(torch.equal(out, got.given[0]) for out in got.given)
-
-
-def test_shorter_sequences_than_min_tokens_stay_dense(run):
-    counts = run(min_tokens=CLIP + FRAME + 1).counts
-    assert counts.sparse == 0
-    assert set(counts.reasons) == {f"fewer than min_tokens ({CLIP + FRAME + 1}) tokens"}

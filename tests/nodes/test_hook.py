@@ -11,7 +11,7 @@ import weakref
 import pytest
 import torch
 
-from tests.nodes.parts import BLOCKS, HEADS, LATENT, TOKENS, network
+from tests.nodes.parts import HEADS, LATENT, TOKENS
 
 pytestmark = pytest.mark.usefixtures("reference_allowed")
 
@@ -50,31 +50,6 @@ def test_what_the_node_leaves_on_a_model(patch, patcher):
     assert not hasattr(override, "container_function"), "it changes how ComfyUI calls it"
     outside_a_run = override(lambda *_, **__: "dense", q, q, q, 1, transformer_options={})
     assert outside_a_run == "dense"
-
-
-@pytest.mark.parametrize(("listed", "sparse"), [("0", 1), ("-1", 1), ("0-1", 0), ("7", 2)])
-def test_listed_blocks_stay_dense_and_other_reasons_come_first(sampled, generator, listed, sparse):
-    q = torch.randn(1, TOKENS, HEADS * 64, generator=generator)
-
-    def step(attend):
-        for _ in range(BLOCKS):
-            attend(q, q, q, HEADS)
-
-    got = sampled(step, [0.9, 0.5], dense_blocks=listed)
-    assert got.counts.sparse == sparse
-    counts = {"listed in dense_blocks": 2 - sparse} if sparse < 2 else {}
-    assert got.counts.reasons == counts | {"before start_percent 0.2": 2}
-
-
-def test_counts_and_reasons(run):
-    got = run([1.0, 0.8, 0.5])
-    assert not got.stopped
-    assert (got.counts.sparse, got.counts.cross, got.counts.passes) == (2, 3, 3)
-    assert got.counts.reasons == {
-        "before start_percent 0.2": 1,
-        f"fewer than min_tokens ({TOKENS}) tokens": 3,
-        "attention mask": 3,
-    }
 
 
 def test_a_second_node_replaces_the_first(load_pack, patch, patcher, session, step, runs):
@@ -208,7 +183,7 @@ def test_a_failing_report_does_not_hide_the_result(load_pack, run, monkeypatch):
     def fail(*args):
         raise RuntimeError("no report")
 
-    monkeypatch.setattr(load_pack("nodes.report"), "publish", fail)
+    monkeypatch.setattr(load_pack("nodes.comfyui"), "publish", fail)
     assert run().given[0].shape == (2, TOKENS, HEADS * 64)
 
 
@@ -250,27 +225,3 @@ def test_without_a_gpu_everything_stays_dense_and_the_line_says_why(run, referen
     got = run()
     assert (got.counts.sparse, got.counts.dense) == (0, 3)
     assert "NOTHING WAS SPARSE" in got.line and "NVIDIA" in got.line
-
-
-def test_a_block_that_the_model_lacks_is_named(run):
-    model = network("Novelty", blocks=range(3))
-    lacking = run(model=model, dense_blocks="0-3, -4, -1")
-    assert "dense_blocks names -4, 3; this model has blocks 0-2" in lacking.notes
-    assert not any("blocks" in note for note in run(model=model, dense_blocks="0-2, -3").notes)
-
-
-def test_an_installed_library_beside_the_pack_changes_nothing(load_pack, monkeypatch, make_qkv):
-    """Copies may differ in version; and what the pack's ops raise, the pack must know."""
-    import sparge
-
-    ours = load_pack("sparge")
-    q, k, v = make_qkv(1, 2, 200, 64)
-    assert torch.equal(ours.attention(q, k, v), sparge.attention(q, k, v))
-
-    def refuse(*_):
-        raise ours.Unsupported("the test allows nothing")
-
-    monkeypatch.setattr(load_pack("sparge.stages.on_reference"), "compute", refuse)
-    with pytest.raises(ours.Unsupported):
-        ours.attention(q, k, v)
-    sparge.attention(q, k, v)

@@ -85,35 +85,6 @@ def test_every_text_of_every_node_is_in_every_language(english) -> None:
     assert unknown == [], "no node has these: remove them from the table, or name them anew"
 
 
-#: A label has the English name of a widget, because tooltips, help pages and the log use it. Of
-#: other inputs these kinds are known to all.
-KNOWN_SOCKETS = (
-    "ModelInput",
-    "WANVIDEOMODELInput",
-    "ConditioningInput",
-    "LatentInput",
-    "ImageInput",
-)
-LONGEST_LABEL = 34  # a node that is as wide as ComfyUI makes it shows the value beside it
-
-
-def test_labels_keep_the_name_that_other_texts_use(schemas) -> None:
-    for schema in schemas:
-        for key, each in widgets(schema):
-            if type(each).__name__ in KNOWN_SOCKETS:
-                continue
-            for language, label in TEXTS[schema.node_id, "inputs", key, "name"].items():
-                assert each.id in label and len(label) <= LONGEST_LABEL, (language, label)
-
-
-def test_display_names_begin_with_the_english_one(schemas) -> None:
-    """So texts, reasons and workflows may call a node by it, and a search for it finds the node."""
-    for schema in schemas:
-        name = schema.display_name.split(" (")[0]
-        for language, label in TEXTS[schema.node_id, "display_name"].items():
-            assert re.match(rf"{name} ?[(（].", label), (language, label)  # noqa: RUF001 - a full-width bracket is meant
-
-
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 
@@ -139,42 +110,6 @@ def test_numbers_and_names_are_those_of_the_english_text(schemas, english) -> No
                 name for name, word in kept.items() if word.search(said) and not word.search(text)
             ]
             assert lost == [], where
-
-
-FULL_WIDTH = ("zh", "zh-TW", "ja")
-#: What a language does not write, but for the example of layers below.
-FOREIGN = {
-    **dict.fromkeys(TRANSLATED, r"[，。、：；？！（）]"),  # noqa: RUF001 - full width is meant
-    **dict.fromkeys(FULL_WIDTH, r"[,:;?!()]|\.(?!\w)"),
-    **dict.fromkeys(("ar", "fa"), r"[,;?]"),
-    "fr": r"(?<!\u00a0)[:;?!%]|'",
-}
-LAYERS = "0-2, -1"
-
-
-@pytest.mark.parametrize("language", TRANSLATED)
-def test_punctuation_is_native(language: str) -> None:
-    texts = [texts[language].replace(LAYERS, "") for texts in TEXTS.values()]
-    assert [text for text in texts if re.search(FOREIGN[language], text)] == []
-    stop = "。" if language in FULL_WIDTH else "."
-    assert [texts[language] for texts in SENTENCES.values() if texts[language][-1] != stop] == []
-
-
-#: Letters of the languages that do not write Latin ones.
-LETTERS = {
-    **dict.fromkeys(("zh", "zh-TW"), r"[\u4e00-\u9fff]"),
-    **{"ja": r"[\u3040-\u30ff]", "ko": r"[\uac00-\ud7a3]", "ru": r"[\u0400-\u04ff]"},
-    **dict.fromkeys(("ar", "fa"), r"[\u0600-\u06ff]"),
-    "he": r"[\u0590-\u05ff]",
-}
-
-
-def test_each_text_is_in_its_own_language(english) -> None:
-    for place, texts in SENTENCES.items():
-        for language, text in texts.items():
-            assert re.search(LETTERS.get(language, r"\w"), text), (language, place)
-            assert text != english.get(place), (language, place)
-        assert len(set(texts.values())) >= len(texts) - 1, f"{place}: only Chinese may be alike"
 
 
 def test_texts_have_nothing_that_the_frontend_would_take_for_a_command() -> None:

@@ -85,19 +85,6 @@ def test_what_a_model_prefers_serves_its_dense_calls(ran, qkv, mode, as_containe
     assert relative_error(got.given[2][0], expected) < 2 * EIGHT_BIT
 
 
-@pytest.mark.parametrize("chosen", [None, SimpleNamespace(function=None), object()])
-def test_a_model_that_prefers_nothing(ran, chosen):
-    calls = []
-
-    def func(*args, **kwargs):
-        calls.append(True)
-        return backend(*args, **kwargs)
-
-    given = {"heads": HEADS, "preferred_attention": chosen, "func": func}
-    assert ran(lambda options, *qkv: called(options, *qkv, **given)).counts.sparse == 2 * BLOCKS
-    assert len(calls) == BLOCKS
-
-
 def test_an_override_goes_before_what_the_model_prefers(ran):
     """As without our node."""
 
@@ -114,18 +101,6 @@ def test_an_override_goes_before_what_the_model_prefers(ran):
         prepared=lambda patched: patched.transformer_options.update({KEY: chosen}),
     )
     assert got.counts.sparse == 2 * BLOCKS - 1
-
-
-def test_shared_keys_that_are_flat(sampled, generator):
-    q = torch.randn(1, TOKENS, 4 * 64, generator=generator)
-    k, v = torch.randn(2, 1, TOKENS, 2 * 64, generator=generator)
-
-    def step(attend):
-        return called(attend.options, q, k, v, heads=4, enable_gqa=True)
-
-    got = sampled(step, LEVELS, topk=1.0)
-    assert got.counts.sparse == 2
-    assert relative_error(got.given[2], got.given[0]) < 2 * EIGHT_BIT
 
 
 class Quantized(torch.Tensor):

@@ -15,7 +15,7 @@ WAN: dict[str, Any] = {"patch_size": (1, 2, 2), "blocks": [0] * 30}
 
 @pytest.fixture
 def module(load_pack):
-    return load_pack("nodes.layer_counter")
+    return load_pack("nodes.run")
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_models_that_publish_their_block_are_asked(counter):
     blocks = {"double_blocks": [0] * 19, "single_blocks": [0] * 38}
     flux = counter("Flux", (1, 16, 128, 128), patch_size=2, **blocks)
     published = {"block_index": 3, "total_blocks": 38}
-    flux.at(7)
+    flux.calls = 7
     assert flux.layout.blocks == 57
     assert flux.peek(published | {"block_type": "double"}).number == 3
     assert flux.peek(published | {"block_type": "single"}).number == 22
@@ -105,10 +105,6 @@ def test_calls_for_some_heads_at_a_time_are_of_one_layer(counter, chunks):
     assert [layer.number for layer in layers] == [block for block in range(3) for _ in chunks]
     assert [layer.row for layer in layers[:count]] == [3 * call for call in range(count)]
     assert len({layer.row for layer in layers}) == len(layers)
-    found.next({}, tokens, chunks[0])
-    found.at(1)
-    found.next({}, tokens, chunks[0])
-    assert found.calls == 2, "a layer that ran in part is over"
 
 
 @pytest.mark.parametrize("shortened", [True, False])
@@ -194,72 +190,15 @@ def test_blocks_are_passed_over_where_the_model_leaves_their_self_attention_out(
     assert found == [every[block] for block in blocks]
 
 
-class Model:
-    """Five blocks that note their numbers, in ComfyUI's way of replacing some."""
-
-    def __init__(self, tokens: int) -> None:
-        self.tokens = tokens
-        self.seen: list[tuple[int, int]] = []
-
-    def __call__(self, options: dict[str, Any], key: str) -> None:
-        replaced = options.get("patches_replace", {}).get("dit", {})
-        for block in range(5):
-
-            def run(args: dict[str, Any], block: int = block) -> dict[str, Any]:
-                self.seen.append((block, options[key].next(options, self.tokens, HEADS).number))
-                return args
-
-            if ("double_block", block) in replaced:
-                args = {"img": block, "transformer_options": options}
-                replaced["double_block", block](args, {"original_block": run})
-            else:
-                run({})
-
-
-def skip(args: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
-    return args
-
-
-def through(args: dict[str, Any], extra: dict[str, Any]) -> Any:
-    return extra["original_block"](args)
-
-
 @pytest.mark.parametrize(
-    ("patches", "blocks"),
+    ("replaced", "blocks"),
     [
-        ({}, [0, 1, 2, 3, 4]),
-        ({("double_block", 0): skip}, [1, 2, 3, 4]),
-        ({("double_block", 1): skip, ("double_block", 3): skip}, [0, 2, 4]),
-        ({("double_block", 2): through}, [0, 1, 2, 3, 4]),
-        ({("double_block", 4): skip, ("single_block", 0): skip}, [0, 1, 2, 3]),
+        ([("double_block", 0)], [1, 2, 3, 4]),
+        ([("double_block", 1), ("double_block", 3), ("single_block", 0)], [0, 2, 4]),
+        ([("layer", "self_attn", 2)], [0, 1, 2, 3, 4]),
     ],
 )
-def test_replaced_blocks_keep_the_numbers_of_the_others(module, ltx, patches, blocks):
+def test_replaced_blocks_keep_the_numbers_of_the_others(ltx, replaced, blocks):
     """ComfyUI's skip-layer guidance."""
-    replaced, given = module.ReplacedBlocks(), {"patches_replace": {"dit": patches, "other": 1}}
-    options = {**replaced.told(given), module.COUNTER_KEY: ltx}
-    model = Model(ltx.layout.grid_tokens)
-    model(options, module.COUNTER_KEY)
-    assert model.seen == [(block, block) for block in blocks]
-    assert options["patches_replace"]["other"] == 1
-    assert given == {"patches_replace": {"dit": patches, "other": 1}}, "as it was given"
-    again = replaced.told(given)["patches_replace"]["dit"]
-    assert again == options["patches_replace"]["dit"], "the same functions in each pass"
-    assert again.get(("single_block", 0), skip) is skip, "whose number is no block's"
-
-
-def test_a_replacement_runs_under_its_number_whatever_was_counted(module, ltx):
-    """A block whose call did not come for another reason, as a step cache's, shifts no more."""
-    seen = []
-    patches = {("double_block", 3): lambda args, _: seen.append(ltx.calls)}
-    told = module.ReplacedBlocks().told({"patches_replace": {"dit": patches}})
-    patch = told["patches_replace"]["dit"]["double_block", 3]
-    patch({"transformer_options": {module.COUNTER_KEY: ltx}}, {})
-    assert seen == [3] and ltx.calls == 4
-    patch({"img": 1}, {})
-    assert len(seen) == 2, "told nothing, it runs all the same"
-
-
-def test_options_without_replacements_stay_as_they_are(module):
-    options = {"cond_or_uncond": [0]}
-    assert module.ReplacedBlocks().told(options) is options
+    options = {"patches_replace": {"dit": dict.fromkeys(replaced), "other": 1}}
+    assert numbers(ltx, *len(blocks) * [ltx.layout.grid_tokens], options=options) == blocks

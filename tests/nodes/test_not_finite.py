@@ -70,35 +70,6 @@ def test_a_model_that_gives_none_but_those(told, spoil, why, mode):
     assert "NOTHING WAS SPARSE" in got.line and "could not be measured" not in got.line
 
 
-@pytest.mark.parametrize("spoil", [nan_of_a_weight, nan_in_one_query])
-def test_one_layer_of_them(told, spoil):
-    got = told(spoil, which=[1])
-    assert (got.counts.sparse, got.counts.reasons[NAN]) == (3 * (BLOCKS - 1), 3)
-    assert got.line.count(NAN) == 1
-
-
-def test_without_a_dense_step(told):
-    got = told(nan_of_a_weight, start_percent=0.0)
-    assert got.counts.reasons == {"measuring": BLOCKS, NAN: 4 * BLOCKS} and NAN in got.line
-
-
-def test_what_is_not_finite_in_eight_bits_alone_is_not_the_models(load_pack, told, monkeypatch):
-    line = told(nothing).line
-    assert "NaN" not in line and " inf" not in line
-    heads = load_pack("sparge.session.heads")
-    measure = heads.measure
-
-    def broken(*args):
-        found = measure(*args)
-        found.norm.fill_(torch.nan)
-        return found
-
-    monkeypatch.setattr(heads, "measure", broken)
-    got = told(nothing)
-    assert got.counts.reasons["this layer could not be measured"] == 3 * BLOCKS
-    assert "NaN" not in got.line
-
-
 SPARSE = "in the results of sparse calls"
 LAST = BLOCKS - 1
 
@@ -116,34 +87,3 @@ def test_what_begins_in_a_sparse_step(load_pack, told, mode, spoil, first):
     assert got.last.notes[0].startswith(f"NaN {SPARSE}") and got.line.count(SPARSE) == 1
     second = load_pack("sparge.session").verdict(got.last).split("\n")[1]
     assert second.startswith("NaN in the results of sparse")
-
-
-@pytest.mark.parametrize("start", [0.0, 0.2])
-def test_a_model_that_gives_nothing_else_in_mode_manual(told, start):
-    got = told(nan_of_a_weight, mode="manual", start_percent=start)
-    assert f"NaN {SPARSE}" in got.line and got.counts.sparse > 0
-
-
-@pytest.mark.parametrize("mode", ["manual", "auto quality"])
-def test_finite_results_are_not_doubted(told, mode):
-    assert SPARSE not in told(nothing, mode=mode).line
-
-
-def test_one_result_a_pass_is_looked_at(load_pack, told, monkeypatch):
-    """So that it takes next to no time."""
-    record, looked = load_pack("sparge.session.report").PassRecord, []
-    look = record.look
-
-    def noted(self, row, out):
-        before = self._nan
-        look(self, row, out)
-        if self._nan is not before:
-            looked.append(row)
-
-    monkeypatch.setattr(record, "look", noted)
-    told(nothing, mode="manual")
-    assert looked == [LAST] * 3
-    told(nothing, mode="manual", dense_blocks="-1")
-    assert looked[3:] == [LAST - 1] * 2, "the first sparse pass shows which is sparse"
-    told(nothing, mode="manual", start_percent=0.0)
-    assert looked[5:] == [0, *4 * [LAST]], "nothing shows before it which is the last"

@@ -125,13 +125,6 @@ def test_other_masks_stay_dense(run, qkv, case, mode):
     assert all(torch.equal(out, masked(qkv, UNSERVED[case])) for out in got.given)
 
 
-def test_text_that_attends_to_itself_with_a_mask_stays_dense(run, qkv):
-    """The token refiner of HunyuanVideo."""
-    mask, text = padding()[..., :TEXT], qkv[:, :, :, :TEXT]
-    got = run(mask, step=lambda attend: attend(*text, HEADS, mask=mask, **FLAGS), min_tokens=0)
-    assert got.counts.sparse == 0 and got.asked == []
-
-
 def test_prompts_of_one_batch_that_are_padded_differently_stay_dense(load_pack, run, qkv):
     both, uneven = torch.cat([qkv, qkv], 1), load_pack("sparge.session.calls").UNEVEN
     for n, reasons in ((REAL, {}), (REAL + 1, {uneven: 1})):
@@ -167,51 +160,3 @@ def test_a_mask_that_each_layer_and_step_fills_anew_is_read_anew(run, qkv, write
     assert [tokens for tokens, _ in got.asked[:4]] == [n + GRID for n in (REAL, 7, TEXT, 33)]
     for out, mask in zip(chain(*got.given), masks * 2, strict=True):
         assert relative_error(out, masked(qkv, mask)) < EIGHT_BIT
-
-
-def test_one_look_at_a_mask_in_a_pass_and_none_before_the_window(load_pack, run, qkv, monkeypatch):
-    """Of a mask whose changes show, as of one on a GPU."""
-    module, looks, mask = load_pack("sparge.session.calls"), [], padding()
-    read, changes = module._read, load_pack("sparge.weak_cache")
-    monkeypatch.setattr(module, "_read", lambda mask: (looks.append(1), read(mask))[1])
-    monkeypatch.setattr(changes, "shows_changes", lambda tensor: True)
-
-    def step(attend):
-        return [attend(*qkv, HEADS, mask=mask, **FLAGS) for _ in range(3)]
-
-    got = run(mask, [1.0, 0.5], step=step)
-    assert looks == [1] and got.counts.sparse == 3
-    assert got.counts.reasons == {"before start_percent 0.2": 3}
-
-
-def test_masked_calls_stay_dense_while_a_cuda_graph_is_captured(load_pack, run, qkv, monkeypatch):
-    module = load_pack("sparge.session.calls")
-    monkeypatch.setattr(module, "being_recorded", lambda device: True)
-    got = run(padding())
-    assert got.counts.sparse == 0 and got.counts.reasons == {module.CAPTURED: 1}
-    assert torch.equal(got.given[0], masked(qkv, padding()))
-
-
-@pytest.mark.parametrize(
-    ("name", "references", "exact"),
-    [("Flux", [], (TEXT, 0)), ("AsymmDiTJoint", [], (0, TEXT)), ("Flux", [64], (TEXT, 0))],
-    ids=["first", "last", "images to edit are no text"],
-)
-@pytest.mark.parametrize("known", [True, False], ids=["expected", "no order fits"])
-def test_text_is_exact(sampled, asked, generator, name, references, exact, known):
-    """It is known where the session has the text."""
-    q = torch.randn(1, TOKENS + sum(references), HEADS * 64, generator=generator)
-
-    def referring(patched):
-        patched.transformer_options["reference_image_num_tokens"] = references
-
-    def step(attend):
-        return attend(q, q, q, HEADS)
-
-    context = torch.zeros(1, TEXT, 8) if known else None
-    model = network(name, patch_size=2)
-    sampled(step, [0.5, 0.4], model, context=context, prepared=referring, topk=0.5)
-    assert len(asked) == 2
-    for call in asked:
-        assert (call.order is not None) == (known and not references)
-        assert (call.policy.exact_prefix, call.policy.exact_suffix) == exact

@@ -4,11 +4,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
-
-from tests.nodes.parts import TOKENS
-
-CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -23,16 +18,6 @@ def on_gpu(load_pack, settings, monkeypatch):
     return lambda arch: monkeypatch.setattr(
         settings, "capabilities", lambda device: capability(True, "", arch)
     )
-
-
-@pytest.mark.parametrize(("arch", "threshold"), [("", 15.0), ("sm_89", 15.0), ("sm_90a", 50.0)])
-def test_it_goes_where_it_saves_nothing(settings, on_gpu, arch, threshold):
-    policy = settings.Settings(pvthreshd=15.0, topk=0.3).policy()
-    if arch:
-        on_gpu(arch)
-    fitted = settings.fitted(policy, CPU)
-    assert (fitted.pvthreshd, fitted.topk) == (threshold, 0.3)
-    assert (fitted is policy) == (threshold == 15)
 
 
 @pytest.fixture
@@ -55,13 +40,3 @@ def told(reference_allowed, sampled, step, asked):
 def test_a_run_tells_what_it_left_out(told, on_gpu, mode, arch, wanted, given, left_out):
     on_gpu(arch)
     assert told(mode=mode, pvthreshd=wanted) == ({given}, left_out)
-
-
-def test_nothing_is_left_out_where_nothing_was_sparse(load_pack, told, on_gpu, monkeypatch):
-    def refuse(*args, **kwargs):
-        raise load_pack("sparge").Unsupported("no")
-
-    on_gpu("sm_90a")
-    assert told(min_tokens=TOKENS + 1) == (set(), False)
-    monkeypatch.setattr(load_pack("sparge.session.calls"), "attention", refuse)
-    assert told() == (set(), False)

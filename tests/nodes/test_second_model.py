@@ -49,15 +49,3 @@ def test_it_is_measured_by_itself(two_models):
     sampled, other = run._model, object()  # a copy on another device is none
     assert run.which(other, torch.device("meta")) == run.which(sampled, run._device) == 0
     assert run.which(other, run._device) == id(other)
-
-
-def test_in_manual_mode_nothing_is_said_to_be_measured(two_models):
-    _, run = two_models(mode="manual")
-    assert "second model" in run.report().notes[0] and "measured" not in run.report().notes[0]
-
-
-def test_shapes_that_it_alone_has_are_its_own(two_models):
-    """Such a shape is met in a pass, and expected in the next."""
-    _, run = two_models(tokens=TOKENS + 44)
-    heads = [(which > 0, shape.tokens) for (_, which), shape in run.heads.by_shape]
-    assert sorted(heads) == [(False, TOKENS), (True, TOKENS), (True, TOKENS + 44)]

@@ -42,23 +42,6 @@ def test_dense_steps_count_as_all_of_theirs(sampled, step, share, mode):
     assert f"Density by step, %: 100 100 {100 * found.of_sparse_calls:.0f}" in got.details
 
 
-def test_calls_count_by_their_pairs(sampled, generator, share):
-    """A short call hardly, and one that is dense among sparse ones as well."""
-    long, short = (torch.randn(1, n, HEADS * 64, generator=generator) for n in (TOKENS, 128))
-
-    def step(attend):
-        attend(long, long, long, HEADS)
-        attend(short, short, short, HEADS)
-        attend(long, long, long, HEADS)
-
-    got = sampled(step, [0.5], dense_blocks="1", topk=0.5)
-    assert got.counts.sparse == 1 and got.counts.dense == 2
-    found = got.last.densities
-    of_long, of_short = TOKENS**2, 128**2
-    computed = (1 + found.of_sparse_calls) * of_long + of_short
-    assert share(got) == pytest.approx(100 * computed / (2 * of_long + of_short), abs=0.05)
-
-
 def test_sound_counts_but_is_no_layer_of_the_picture(sampled, generator, share):
     """It attends to itself in the layers of the clip."""
     clip, sound = (torch.randn(1, n, HEADS * 64, generator=generator) for n in (TOKENS, SOUND))
@@ -83,34 +66,3 @@ def test_sound_counts_but_is_no_layer_of_the_picture(sampled, generator, share):
     assert found.layers.tolist() == list(range(BLOCKS))
     computed = found.of_sparse_calls * TOKENS**2 + SOUND**2
     assert share(got) == pytest.approx(100 * computed / (TOKENS**2 + SOUND**2), abs=0.05)
-
-
-def test_sound_that_nobody_knows_of_is_no_layer_of_the_picture(sampled, generator):
-    """Wan HuMo's, in a block that says its number."""
-    clip, sound = (torch.randn(1, n, HEADS * 64, generator=generator) for n in (TOKENS, 16))
-
-    def step(attend):
-        for block in range(BLOCKS):
-            attend.options["block_index"] = block
-            attend(clip, clip, clip, HEADS)
-            attend(clip, sound, sound, HEADS)
-
-    got = sampled(step, [0.5])
-    assert got.counts.reasons == {f"fewer than min_tokens ({TOKENS}) tokens": BLOCKS}
-    assert got.last.densities.layers.tolist() == list(range(BLOCKS))
-
-
-def test_guides_count_but_are_no_layer_of_the_picture(sampled, generator):
-    """LTXV calls for them apart from the clip, with a mask."""
-    clip = torch.randn(1, TOKENS, HEADS * 64, generator=generator)
-    parts = clip.split((192, 64), 1)
-    model = network("LTXBaseModel", num_attention_heads=HEADS, transformer_blocks=range(BLOCKS))
-
-    def step(attend):
-        for part in BLOCKS * parts:
-            attend(part, clip, clip, HEADS, mask=torch.zeros(1, 1, part.shape[1], TOKENS))
-
-    got = sampled(step, [0.5], model, (4, 8, 8))
-    assert got.counts.reasons == {"attention mask": 2 * BLOCKS}
-    assert got.last.densities.by_step.numel() == 0 and got.last.densities.overall == 1
-    assert "Density by step, %: 100" in got.details

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Words of a run without a sparse call, on the node, in the report and in the picture.
+"""Words of a run without a sparse call, on the node and in the report.
 
 They give the reason that is true, and nothing that sends its user the wrong way.
 """
@@ -22,21 +22,12 @@ DEFAULT_STEPS = (1.0, 0.7, 0.6)
 
 @pytest.fixture
 def told(load_pack, sampled, monkeypatch):
-    """told(step, sigmas, ...): a run and the words of its picture. step is given attend(queries,
-    keys) for calls over so many tokens. sound: tokens of what is sampled beside the clip."""
+    """told(step, sigmas, ...): a run. step is given attend(queries, keys) for calls over so many
+    tokens. sound: tokens of what is sampled beside the clip."""
     # The process remembers a graph that another test had traced whole.
     monkeypatch.setattr(load_pack("sparge.compiling"), "_traced", set())
-    picture, words = load_pack("nodes.picture"), []
-    write = picture.write
-    monkeypatch.setattr(
-        picture,
-        "write",
-        lambda image, text, *args, **more: (words.append(text), write(image, text, *args, **more)),
-    )
 
     def run(step, sigmas=DEFAULT_STEPS, sound=0, **given):
-        words.clear()
-
         def forward(attend):
             def of(queries, keys):
                 q, k = (torch.ones(1, n, WIDTH) for n in (queries, keys))
@@ -53,9 +44,7 @@ def told(load_pack, sampled, monkeypatch):
             }
         given = {"context": torch.zeros(1, TEXT, 8)} | given
         got = sampled(forward, sigmas, raises=(KeyboardInterrupt,), **given)
-        assert picture.draw(got.last).shape[2] <= 1500
         assert got.details.startswith(got.line)
-        got.picture = " ".join(dict.fromkeys(words)).lower()
         return got
 
     return run
@@ -100,20 +89,12 @@ def test_another_node_replaces_the_clips_self_attention(told, mode, min_tokens, 
     assert ", 256 tokens; " in got.line
     assert "min_tokens" not in got.line and "start_percent" not in got.line
     assert "3 other dense self-attention calls" in got.line
-    assert "the clip's self-attention did not reach this node; another node" in got.picture
-
-
-def test_sound_that_is_longer_than_a_frame_is_not_the_clip(told):
-    got = told(
-        lambda attend: [attend(100, 100), attend(TOKENS, TEXT), attend(100, TOKENS)], sound=100
-    )
-    assert REPLACED in got.line
 
 
 def test_sound_as_long_as_the_clip_is_not_taken_for_it(told):
     """Nor the clip for sound: nothing tells them apart but their order."""
     got = told(lambda attend: [attend(TOKENS, TOKENS), attend(TOKENS, TEXT)], sound=TOKENS)
-    assert got.counts.sparse == 2 and "computed" in got.picture and "reach" not in got.line
+    assert got.counts.sparse == 2 and "reach" not in got.line
 
 
 def test_a_picture_is_no_clip(told):
@@ -169,46 +150,6 @@ def test_self_attention_that_another_node_changes(told, case, model):
         assert "differ in number in some calls" in manual.line, "tokens stay as they come"
 
 
-def test_no_call_at_all_is_told_as_ever(told):
-    got = told(lambda attend: None)
-    assert "NOTHING WAS SPARSE: no attention call reached this node; a node after it" in got.line
-    assert "no attention call reached this node" in got.picture
-
-
-def raising(number, before):
-    """A model that fails in a pass, after so many calls of it."""
-    passes = iter(range(99))
-
-    def step(attend):
-        now = next(passes)
-        for _ in range(before if now == number else 2):
-            whole(attend)
-        if now == number:
-            raise KeyboardInterrupt
-
-    return step
-
-
-@pytest.mark.parametrize("mode", ["manual", AUTO])
-@pytest.mark.parametrize(("number", "before"), [(0, 0), (0, 1), (1, 0), (1, 2), (2, 0)])
-def test_a_run_that_stops_early_is_not_sent_to_rewire(told, mode, number, before):
-    got = told(raising(number, before), [1.0, 0.9, 0.7], mode=mode)
-    assert got.line.startswith("stopped before the first sparse step; ")
-    assert all(word not in got.line for word in ("reach", "stopped early", "NOTHING"))
-    dense = 2 * number + before
-    assert (f"{dense} dense self-attention calls" in got.line) == (dense > 0)
-
-
-def test_a_run_that_stops_later_says_stopped_early(told):
-    got = told(raising(2, 0))
-    assert got.counts.sparse == 2 and got.line.endswith("; stopped early")
-
-
-def test_a_stop_in_a_run_that_cannot_be_sparse_has_its_reason(told, reference_forbidden):
-    got = told(raising(1, 0), [1.0, 0.7])
-    assert "before the first sparse step" not in got.line and "stopped early" in got.line
-
-
 @pytest.mark.parametrize("mode", ["manual", AUTO])
 @pytest.mark.parametrize(("start", "end"), [(0.9, 0.1), (0.6, 0.59), (1.0, 0.0)])
 def test_an_empty_window_is_told(told, load_pack, monkeypatch, mode, start, end):
@@ -221,27 +162,6 @@ def test_an_empty_window_is_told(told, load_pack, monkeypatch, mode, start, end)
         f"start_percent {start:g} is above end_percent {end:g}, so no step is between them": 5
     }
     assert not measured
-
-
-IN_AUTO = "mode manual with start_percent 0 can make it sparse"
-IN_MANUAL = "the only step is before start_percent: 0 can make it sparse"
-
-
-@pytest.mark.parametrize(
-    ("mode", "sigmas", "start", "hint"),
-    [
-        (AUTO, [1.0], 0.2, IN_AUTO),
-        (AUTO, [1.0], 0.0, IN_AUTO),
-        ("manual", [1.0], 0.2, IN_MANUAL),
-        (AUTO, [1.0, 0.9], 0.2, ""),
-        ("manual", [1.0, 0.9], 0.2, ""),
-        ("manual", [1.0], 0.0, ""),
-    ],
-)
-def test_a_run_of_one_step_is_told_what_can_help(told, mode, sigmas, start, hint):
-    got = told(whole, sigmas, mode=mode, start_percent=start)
-    assert got.line.endswith(hint) and ("can make it sparse" in got.line) == bool(hint)
-    assert not (hint and got.counts.sparse)
 
 
 @pytest.mark.parametrize("null", [None, "None", ""])

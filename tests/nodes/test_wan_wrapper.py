@@ -14,8 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 
-from tests.nodes.parts import EIGHT_BIT, relative_error
-
 HEADS, WIDTH, BLOCKS, STEPS = 2, 128, 2, 3
 LATENT = (16, 4, 16, 16)
 TOKENS = 4 * 8 * 8
@@ -155,7 +153,7 @@ def node(load_pack: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., WanPa
 def results(load_pack: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What each run told when it was over."""
     seen: list[Any] = []
-    report = load_pack("nodes.report")
+    report = load_pack("nodes.comfyui")
     monkeypatch.setattr(report, "publish", lambda result, node_id: seen.append(result))
     return seen
 
@@ -190,12 +188,6 @@ def test_only_the_clone_of_the_node_is_sparse(model, sample, node, results) -> N
     assert torch.equal(sample(patched), sparse) and len(results) == 2
 
 
-@pytest.mark.usefixtures("reference_allowed", "results")
-def test_everything_kept_is_the_dense_result_in_8_bits(model, sample, node) -> None:
-    plain = model()
-    assert relative_error(sample(node(plain, topk=1.0, start_step=0)), sample(plain)) < EIGHT_BIT
-
-
 @pytest.mark.usefixtures("reference_allowed")
 def test_the_attention_mode_of_the_loader_serves_the_rest(model, sample, node, results) -> None:
     plain = model("sageattn")
@@ -221,9 +213,10 @@ def test_blocks_that_are_compiled_anew_in_each_run(model, sample, node, results)
 
 @pytest.mark.usefixtures("reference_allowed")
 @pytest.mark.parametrize("options_of", [dict, copy.deepcopy])
-def test_the_gate_goes_with_the_last_clone(model, sample, node, results, options_of) -> None:
+def test_a_node_behind_the_clone_takes_the_gate_along(
+    model, sample, node, results, options_of
+) -> None:
     plain = model()
-    transformer = plain.model.diffusion_model
     patched = node(plain, start_step=1)
     # As by the pack's node for block swap; how deeply options are copied is ComfyUI's affair.
     behind = WanPatcher(plain.model, options_of(patched.model_options["transformer_options"]))
@@ -232,9 +225,6 @@ def test_the_gate_goes_with_the_last_clone(model, sample, node, results, options
     gc.collect()
     sample(behind)
     assert results[0].counts.sparse == SPARSE_FROM_1
-    del behind
-    gc.collect()
-    assert "forward" not in vars(transformer)
 
 
 @pytest.mark.usefixtures("reference_allowed")
@@ -267,13 +257,6 @@ def test_a_run_that_ends_early_leaves_nothing_behind(model, sample, node, result
 
 
 @pytest.mark.usefixtures("reference_allowed")
-def test_no_sparse_step_is_told(load_pack, model, sample, node, results) -> None:
-    sample(node(model(), start_step=STEPS))
-    verdict = load_pack("sparge.session").verdict(results[0])
-    assert verdict == f"NOTHING WAS SPARSE\nbefore start_step {STEPS}"
-
-
-@pytest.mark.usefixtures("reference_allowed")
 @pytest.mark.parametrize(
     ("start", "told"),
     [
@@ -294,21 +277,10 @@ def test_a_node_that_sets_another_mode_is_told(
 def test_without_kernels_the_model_is_handed_on(load_pack, model, node, monkeypatch) -> None:
     told: list[str] = []
     module = load_pack("nodes.sparge_wan_wrapper")
-    monkeypatch.setattr(module.host, "show_on_node", lambda node_id, text: told.append(text))
+    monkeypatch.setattr(module.comfyui, "show_on_node", lambda node_id, text: told.append(text))
     plain = model()
     assert node(plain) is plain
     (text,) = told
     first, reason = text.split("\n")
     assert first == "NOTHING IS SPARSE" and reason.startswith("The CPU is not supported")
     assert len(reason) <= 40
-
-
-def test_the_face_of_the_node(load_pack) -> None:
-    schema = load_pack("nodes.sparge_wan_wrapper").SpargeAttentionWanVideoWrapper.define_schema()
-    own = load_pack("nodes.sparge_attention").SpargeAttention.define_schema()
-    assert schema.node_id == "SpargeAttentionWanVideoWrapper"
-    assert len(schema.display_name) > len(own.display_name), "a search shows the shorter one first"
-    kinds = [(type(each).__name__, each.id) for each in schema.inputs]
-    expected = ("WANVIDEOMODELInput", "model"), ("FloatInput", "topk"), ("IntInput", "start_step")
-    assert kinds == list(expected)
-    assert all(each.optional for each in schema.inputs[1:])

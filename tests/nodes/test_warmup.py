@@ -59,17 +59,6 @@ def test_waiting_can_be_cancelled(warmup, warm):
         finish.set()
 
 
-def test_only_a_compilation_is_shown(warmup, warm, monkeypatch):
-    shown = []
-    warm(lambda device, specs, progress: [progress(n, 2, "attend") for n in (1, 2)])
-    warmup.warm_up(CPU, shown.append).wait(never_cancelled)
-    assert shown == []
-    monkeypatch.setattr(warmup, "_WORTH_TELLING_SECONDS", -1.0)
-    monkeypatch.setattr(warmup, "_warmups", {})
-    warmup.warm_up(CPU, shown.append).wait(never_cancelled)
-    assert [text.split(": ")[1].split(",")[0] for text in shown] == ["1 of 2", "2 of 2"]
-
-
 @pytest.fixture
 def tries(warmup, warm):
     """tries(error): how often kernels are compiled in three warm-ups of which the first one fails,
@@ -104,24 +93,3 @@ def test_only_what_may_go_better_is_tried_again(load_pack, warmup, warm, tries):
     assert tries(RuntimeError("a bug")) == (2, warmup.NO_KERNELS, None)
     with pytest.raises(KeyboardInterrupt):
         tries(KeyboardInterrupt())
-
-
-def test_the_log_says_which_kernel_serves_and_why(load_pack, warmup, warm, caplog):
-    warm(lambda *args: None)
-    with caplog.at_level("INFO", logger="sparge"):
-        warmup.warm_up(CPU, print).wait(never_cancelled)
-    assert caplog.messages == ["[Sparge] attention on cpu by a path"]
-
-
-@pytest.mark.parametrize(("arch", "family"), [("sm_80", "mma.sync"), ("sm_90a", "wgmma")])
-def test_every_path_has_a_reason(load_pack, arch, family):
-    assert load_pack("sparge.kernels.warmup").eight_bit_path(arch).startswith(f"{family}: ")
-
-
-def test_the_node_needs_only_the_8_bit_kernels(load_pack):
-    module = load_pack("sparge.kernels.warmup")
-    specs = module.eight_bit_specs("sm_89")
-    assert {spec.entry for spec in specs} == {"means", "quantize", "route", "attend", "score"}
-    assert {spec.element.name for spec in specs if spec.reads_element} == {"INT8_INT8"}
-    assert {spec.pv_filter for spec in specs if spec.entry == "attend"} == {False, True}
-    assert not any(spec.pv_filter for spec in module.eight_bit_specs("sm_90a")), "it saves nothing"

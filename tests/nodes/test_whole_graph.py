@@ -62,17 +62,3 @@ def test_any_other_graph_leaves_room(run, compiling):
     got, exact = run(**compiling)
     assert got.counts.sparse == 3 and "fullgraph" not in got.line
     assert not any(torch.equal(out, exact) for out in got.given)
-
-
-def test_replaced_blocks_may_be_in_that_graph(load_pack):
-    """They are those of skip-layer guidance, which are told apart for the counter of layers."""
-    torch._dynamo.reset()
-    replaced = load_pack("nodes.layer_counter").ReplacedBlocks()
-    options = {"patches_replace": {"dit": {("double_block", 1): lambda args, _: args["img"] + 1}}}
-    patch = replaced.told(options)["patches_replace"]["dit"]["double_block", 1]
-
-    def block(x):
-        return patch({"img": x, "transformer_options": {}}, {})
-
-    whole = torch.compile(block, backend="eager", fullgraph=True)
-    assert torch.equal(whole(torch.zeros(2)), torch.ones(2))

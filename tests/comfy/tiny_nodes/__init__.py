@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from comfy_api.latest import ComfyExtension, io
@@ -46,25 +45,9 @@ class TinyLatent(io.ComfyNode):
         return io.NodeOutput({"samples": models.empty_latent(family)})
 
 
-class TinyWait(io.ComfyNode):
-    """What a large model's last step, or its VAE, takes."""
-
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        inputs = [io.Latent.Input("latent"), io.Float.Input("seconds")]
-        return io.Schema(
-            "TinyWait", category="testing", inputs=inputs, outputs=[io.Latent.Output()]
-        )
-
-    @classmethod
-    def execute(cls, latent: Any, seconds: float) -> io.NodeOutput:
-        time.sleep(seconds)
-        return io.NodeOutput(latent)
-
-
 class TinyExtension(ComfyExtension):
     async def get_node_list(self) -> list[type[io.ComfyNode]] | Any:
-        return [TinyModel, TinyConditioning, TinyLatent, TinyWait]
+        return [TinyModel, TinyConditioning, TinyLatent]
 
 
 async def comfy_entrypoint() -> TinyExtension:

@@ -1,25 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests of this pack to the running ComfyUI, all but the node API and those for models."""
+"""Requests of this pack to the running ComfyUI, all but the node API and those for files."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import importlib.metadata
+import logging
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import comfy.ldm.modules.attention as attention
 import comfy.model_management
 import torch
 
-from ..sparge.session import Exact
+from ..sparge import capabilities
+from ..sparge.kernels.warmup import warm_up
+from ..sparge.session import Exact, Report, Session, summary, verdict
 
-#: Wrapper points of comfy.patcher_extension.WrappersMP that this pack uses.
-OUTER_SAMPLE = "outer_sample"
-APPLY_MODEL = "apply_model"
-PREDICT_NOISE = "predict_noise"
+logger = logging.getLogger("sparge")
+
 #: Packages that ComfyUI's functions for attention call.
 _PACKAGES = {
     "attention_sage": "sageattention", "attention_xformers": "xformers",
@@ -38,9 +41,41 @@ def inference_device() -> torch.device:
     return comfy.model_management.get_torch_device()
 
 
-def raise_if_interrupted() -> None:
-    """Raises ComfyUI's InterruptProcessingException once the user has pressed Cancel."""
-    comfy.model_management.throw_exception_if_processing_interrupted()
+def prepare_kernels(device: torch.device, node_id: str | None) -> None:
+    """Starts compiling what a device lacks, where kernels can run."""
+    if capabilities(device).usable:
+        warm_up(device, functools.partial(show_on_node, node_id))
+
+
+def await_kernels(run: Session, device: torch.device, node_id: str | None) -> None:
+    """Waits for them, until the user cancels: here ComfyUI does nothing else on the GPU, whose
+    speed may be measured."""
+    if capabilities(device).usable:
+        warmup = warm_up(device, functools.partial(show_on_node, node_id))
+        interrupt = comfy.model_management.throw_exception_if_processing_interrupted
+        run.await_kernels(device, functools.partial(warmup.wait, interrupt))
+
+
+def end_run(run: Session, stopped: bool, node_id: str | None) -> Report | None:
+    """Ends a run and tells of it; None where that fails, for the run's own outcome, good or bad,
+    matters more."""
+    try:
+        report = run.report(stopped)
+        publish(report, node_id)
+        return report
+    except Exception:
+        logger.exception("[Sparge] the report failed")
+        return None
+    finally:
+        run.end()
+
+
+def publish(report: Report, node_id: str | None) -> None:
+    """Tells of a run: two short lines on the node, one long line in the log."""
+    as_meant = report.counts.sparse > 0 or report.stopped_early  # whoever stopped it knows
+    level = logging.INFO if as_meant and not report.notes else logging.WARNING
+    logger.log(level, "[Sparge] %s", summary(report))
+    show_on_node(node_id, verdict(report))
 
 
 def show_on_node(node_id: str | None, text: str) -> None:
@@ -58,11 +93,7 @@ def show_on_node(node_id: str | None, text: str) -> None:
 def told_apart(text: str) -> str:
     """The lines of a text, ended like sentences but for the last and those before a bracket: Nodes
     2.0 shows breaks between lines as spaces."""
-    lines = text.rstrip().split("\n")
-    for number, following in enumerate(lines[1:]):
-        if not lines[number].endswith((".", ":", ";", "!", "?")) and following[:1] != "(":
-            lines[number] += "."
-    return "\n".join(lines)
+    return re.sub(r"(?<![.:;!?])\n(?!\()", ".\n", text.rstrip())
 
 
 def untracked_allocations() -> AbstractContextManager[None]:
@@ -73,18 +104,9 @@ def untracked_allocations() -> AbstractContextManager[None]:
     return getattr(prefetch, "pause_malloc_graph", nullcontext)()
 
 
-def exact_attention() -> Callable[..., torch.Tensor]:
-    """ComfyUI's own function for exact attention, as its start options chose it."""
-    import comfy.ldm.modules.attention as attention
-
-    return attention.optimized_attention
-
-
 def is_own_backend(override: Callable[..., Any]) -> bool:
     """Whether an override is what ComfyUI itself makes of one of its functions for attention
     (*Model Attention Backend*)."""
-    import comfy.ldm.modules.attention as attention
-
     cells = getattr(override, "__closure__", None) or ()
     if getattr(override, "__module__", "") != "comfy.model_patcher" or len(cells) != 1:
         return False
@@ -93,7 +115,8 @@ def is_own_backend(override: Callable[..., Any]) -> bool:
 
 
 def exact_backend() -> Exact:
-    chosen = exact_attention()
+    """ComfyUI's own function for exact attention, as its start options chose it."""
+    chosen = attention.optimized_attention
     return Exact(
         backend_name(chosen), lambda q, k, v: chosen(q, k, v, q.shape[1], skip_reshape=True)
     )

@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One sampling run in ComfyUI, and its forward passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..sparge.session import (
+    UNNUMBERED,
+    Dense,
+    GivenCall,
+    Kind,
+    Layer,
+    Pass,
+    Progress,
+    Session,
+    Settings,
+    SigmaWindow,
+    Step,
+    TextPosition,
+    Why,
+    Words,
+)
+from ..sparge.session.calls import Decision
+from .attention_call import AttentionCall
+from .comfyui import exact_backend, untracked_allocations
+from .families import ModelLayout, token_layout
+from .override_check import CHANGES, Check, OverrideChecks
+
+#: Reason of a dense call that is unlike all that ComfyUI makes.
+UNKNOWN_CALL = "the model calls attention in a way unknown here"
+NO_CALL = "no attention call reached this node; "
+WORDS = Words(
+    no_calls=Why(
+        f"{NO_CALL}a node after it replaces the attention, or the model does not offer it (put "
+        "Sparge Attention last, before the sampler)",
+        ("No attention call reached this node", "Put it last, before the sampler"),
+    ),
+    whole_graph=Why(
+        f"{NO_CALL}torch.compile with fullgraph leaves it no room (turn fullgraph off), or a node "
+        "after it replaces the attention",
+        ("No attention call reached this node", "Turn fullgraph off in the compile node"),
+    ),
+    replaced=Why(
+        "the {what}'s self-attention did not reach this node; another node replaces it, or the "
+        "model computes it in a way of its own",
+        ("Another node replaces the attention", "of the {what}, or the model does"),
+    ),
+    unreached="no self-attention of a whole grid reached this node",
+)
+
+
+class Run(Session):
+    """One run, shared by its forward passes on every device."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        patcher: Any,
+        schedule: Sequence[float],
+        owner: object,
+        show: Callable[[str], None],
+    ) -> None:
+        """Starts a run of a patched model. schedule: noise level of each step, as far as it is
+        known. show: shows a line under the node."""
+        # What is in force when sampling starts.
+        to_sigma = patcher.get_model_object("model_sampling").percent_to_sigma
+        super().__init__(
+            settings,
+            SigmaWindow.of(settings.start_percent, settings.end_percent, to_sigma),
+            schedule,
+            exact=exact_backend(),
+            words=WORDS,
+            untracked=untracked_allocations,
+        )
+        self.owner = owner
+        self.backend_function = self.exact.name.split(" ")[0]
+        """Name of the function that times of exact calls are of."""
+        self.override_checks = OverrideChecks(self.failures)
+        falls = settings.aim is not None and settings.aim.kind == "budget"
+        self.needs_level = falls or not self.window.is_everything
+        """Whether a pass has to know its noise level, for which it waits."""
+        self.progress = Progress(schedule, show)
+        self._model, self._device = patcher.model, patcher.load_device
+        self.step = -1
+        """Number of the evaluation of the model that runs. It counts as a step whatever passes
+        ComfyUI splits it into: those follow from the free memory, and the result must not."""
+
+    def __deepcopy__(self, memo: object) -> Run:
+        """Itself: other nodes copy the options of a run deeply, and its state is one."""
+        return self
+
+    def which(self, model: object, device: torch.device) -> int:
+        """Number of the model that a pass is of: 0 for what is sampled, wherever it was copied to
+        (multi-GPU); else a number for another model, which a guider runs beside it on its device
+        (DualModelGuider)."""
+        if model is self._model or device != self._device:
+            return 0
+        apart = ", and its heads are measured apart" if self.settings.aim else ""
+        self.note(
+            "the guider runs a second model as well: it follows the settings of this node, "
+            f"whatever nodes it went through{apart}"
+        )
+        return id(model)  # id of objects that outlive the run
+
+
+@dataclass
+class LayerCounter:
+    """Numbers the self-attention calls of one forward pass by layer (transformer block).
+
+    Where ComfyUI says which layer runs it is asked. In other models (LTXV, Mochi, CogVideoX) calls
+    are counted, one self-attention over the grid a layer, or several that have its heads between
+    them, as nodes make them that save memory. A layer whose call does not come would shift all
+    after it: skip-layer guidance replaces layers, STG leaves their self-attention out (of LTXV with
+    sound; without sound it does nothing). Both say so in the options of a pass.
+    """
+
+    layout: ModelLayout
+    calls: int = 0
+    """Calls counted so far: the number of the running layer, in models that publish none."""
+    _of_layer: dict[int, int] = field(default_factory=dict, repr=False)
+    _heads_left: int = field(default=0, repr=False)  # of the running layer, whose calls are to come
+    _refiners: int = field(default=0, repr=False)  # refiners whose calls came
+    _shortened: int | None = field(default=None, repr=False)
+
+    def next(self, options: Mapping[str, Any], tokens: int, heads: int) -> Layer:
+        """Layer of a self-attention call over so many tokens, which is counted."""
+        published = self._published(options)
+        if published is None and self._refiners < self.layout.refiners:
+            return self._refiner()
+        again = published is None and self.calls > 0 and self._is_without_text(tokens)
+        if not again and not self._counts(tokens, published is not None):
+            return self.peek(options)
+        if heads <= self._heads_left:
+            self._heads_left -= heads
+        elif not again:
+            left_out = self._left_out(options)
+            while self.calls in left_out:
+                self.calls += 1
+            self.calls += 1
+            self._heads_left = (self.layout.heads or heads) - heads
+        number = self.calls - 1 if published is None else published
+        earlier = self._of_layer.get(number, 0)
+        self._of_layer[number] = earlier + 1
+        return Layer(number, self.layout.row(number, earlier))
+
+    def peek(self, options: Mapping[str, Any]) -> Layer:
+        """Layer of a call that is not to be counted: the layer's own came before, if any did."""
+        published = self._published(options)
+        counted = self.calls - 1 if self._of_layer else self.calls
+        number = counted if published is None else published
+        row = self.layout.row(number, self._of_layer.get(number, 0))
+        return Layer(number, row, beside=published is None)
+
+    def _published(self, options: Mapping[str, Any]) -> int | None:
+        """Number of the running layer, where ComfyUI says it in transformer_options."""
+        index, place = options.get("block_index"), options.get("block")
+        if isinstance(place, tuple):  # U-Net blocks, whose index starts again in each module
+            return self.layout.places.get((*place[:2], index or 0))
+        if not isinstance(index, int):
+            return None
+        return index + (self.layout.double if options.get("block_type") == "single" else 0)
+
+    def _refiner(self) -> Layer:
+        self._refiners += 1
+        return Layer(UNNUMBERED, self.layout.refiner_row(self._refiners - 1))
+
+    def _left_out(self, options: Mapping[str, Any]) -> Collection[int]:
+        """Layers that do not call: other nodes replace them, or their self-attention."""
+        key = self.layout.left_out_key
+        replaced = (options.get("patches_replace") or {}).get("dit") or ()
+        places = (x for x in replaced if isinstance(x, tuple) and len(x) == 2)
+        numbers = {number for kind, number in places if kind == "double_block"}
+        return numbers.union((options.get(key) if key else None) or ())
+
+    def _is_without_text(self, tokens: int) -> bool:
+        """Whether a call is of pictures alone where text stands with them: the second one of a
+        layer of SD3.5 medium and Boogu."""
+        known, text = self.layout.tokens, self.layout.context
+        if known is None or not 0 < text <= known.prefix + known.suffix:
+            return False
+        return tokens == known.tokens - text
+
+    def _counts(self, tokens: int, published: bool) -> bool:
+        """Whether a call is counted: not one of text or sound alone.
+
+        LTXV drops tokens of guides that are smaller than the clip: all layers then have as many as
+        the first, whose video comes before its sound.
+        """
+        if tokens >= self.layout.grid_tokens:
+            return True
+        alone = self.layout.text is TextPosition.NONE and tokens >= self.layout.frame_tokens
+        if published or not alone:
+            return False
+        if self._shortened is None and not self._of_layer:
+            self._shortened = tokens
+        return tokens == self._shortened
+
+
+@dataclass(kw_only=True)
+class Forward(Pass):
+    """One forward pass; lives in its own transformer_options, so threads never share it."""
+
+    session: Run
+    layers: LayerCounter
+
+    def __deepcopy__(self, memo: object) -> Forward:
+        """Itself, as its run."""
+        return self
+
+    @classmethod
+    def begin(
+        cls,
+        run: Run,
+        model: Any,
+        x: Tensor,
+        sigma: Tensor,
+        context: Any,
+        options: Mapping[str, Any],
+        extras: Mapping[str, Any],
+    ) -> Forward:
+        """Begins a pass of a model. x is its latent and sigma its noise levels; the rest are
+        apply_model's."""
+        # Video and sound in one flat latent: video is first. Without sound this is the shape of the
+        # whole clip, also where a pass is of a context window.
+        packed = extras.get("latent_shapes") or ()
+        shape = packed[0] if len(packed) > 1 else x.shape
+        layout = token_layout(model.diffusion_model, shape, context, extras)
+        prompts = tuple(options.get("cond_or_uncond") or (0,))
+        # Every step may be sparse where no noise level is asked for.
+        steps, which = len(run.schedule) or None, run.which(model, x.device)
+        step = Step(prompts, max(0, run.step), of_sparse=steps, model=which)
+        if run.needs_level and run.unusable(x.device) is None:
+            # The one place where a run waits for the GPU: once a pass, for a single number.
+            level = float(sigma.max())
+            step = run.window.step(step, level, run.schedule)
+            with run.failures.caught("nothing was shown while the run goes on"):
+                run.progress.at(level)
+        run.override_checks.begin_pass(x.device, step)
+        beside = frozenset(sound[2] for sound in packed[1:])
+        return cls(
+            session=run, layout=layout, step=step, device=x.device, layers=LayerCounter(layout),
+            beside=beside,
+        )  # fmt: skip
+
+    def attend(self, given: AttentionCall | None, dense: Dense) -> Tensor:
+        """Result of a call, sparse when nothing speaks against it, else from dense(). None stands
+        for a call that nobody here can read."""
+        if self.handing_on:
+            return dense()
+        if given is None:
+            self.session.counts.add_dense(UNKNOWN_CALL, 0, False)
+            return self._hand_on(dense)
+        decision, options, facts = self.decision(given), given.transformer_options, given.facts
+        whole = min(facts.query_tokens, facts.key_tokens) >= self.layout.grid_tokens
+        if decision.kind is Kind.SELF or (decision.kind is Kind.PART and whole):
+            layer = self.layers.next(options, decision.tokens, given.call.head_count)
+        else:  # one of several calls in a layer
+            layer = self.layers.peek(options)
+        check = self._check(given)
+        if check is not None and not (decision.why_exact or self.unusable):
+            asked = layer.row, self.step, given.call, given.key_mask
+            dense = partial(check.compared, *asked, dense)
+        return self.serve(given, decision, layer, dense)
+
+    def _check(self, given: AttentionCall) -> Check | None:
+        """Check of another node's override; None where none serves the call but backends."""
+        if given.override is None or given.call.q.device != self.device:
+            return None
+        return self.session.override_checks.of(
+            given.override, self.layout.rows, self.device, self.step
+        )
+
+    def why_dense(self, given: GivenCall, decision: Decision, layer: Layer) -> str | None:
+        reason = super().why_dense(given, decision, layer)
+        return reason or (CHANGES if self.held_back(given, layer) == CHANGES else None)
+
+    def held_back(self, given: GivenCall, layer: Layer) -> str | None:
+        """Heads are measured also where it is not known yet what another node does."""
+        assert isinstance(given, AttentionCall)
+        check = self._check(given)
+        return None if check is None else check.why_dense(layer.row, self.step)
