@@ -8,7 +8,6 @@ in another meaning.
 from __future__ import annotations
 
 import logging
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,20 +17,6 @@ from ..kernels import DriverError, capabilities
 from ..kernels.warmup import KERNEL_DID_NOT_COMPILE, KERNEL_DID_NOT_LOAD
 
 logger = logging.getLogger("sparge")
-
-
-class TorchCall(NamedTuple):
-    """Arguments of `scaled_dot_product_attention`, by its names and defaults."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    attn_mask: Tensor | None = None
-    dropout_p: float = 0.0
-    is_causal: bool = False
-    scale: float | None = None
-    enable_gqa: bool = False
-
 
 #: Errors of kernels that cannot be had; the model can do without.
 NO_KERNEL = (KernelBuildError, DriverError)

@@ -26,7 +26,7 @@ from benchmarks.tiny_models.adapted import adapt
 from benchmarks.tiny_models.pipelines import ALL, TEXT, drawn
 from sparge.common.metrics import rel_l2
 from sparge.integrations.diffusers import enable
-from sparge.integrations.diffusers.rows import ROWS
+from sparge.integrations.diffusers.layout import ROWS
 from sparge.session import MASK, Exact, Pass, Session
 from sparge.session.self_test import WrongKernels
 
@@ -352,7 +352,7 @@ def test_a_ring_of_gpus_is_native_and_the_line_says_what_serves_it(ulysses: int)
 
 def test_masked_calls_of_several_gpus_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     """Real tokens stand in several places there. Another process is pretended."""
-    monkeypatch.setattr("sparge.integrations.diffusers.handle.ranks_of", lambda model: 2)
+    monkeypatch.setattr("sparge.integrations.diffusers.handle.ranks_of", lambda model: (2, None))
     tiny = ALL["HunyuanVideo"]()
     with enable(tiny.pipe, "manual", topk=0.3, **TINY) as handle:
         tiny(1)

@@ -30,12 +30,13 @@ def tiny() -> Iterator[Tiny]:
     [
         ({"mode": "auto"}, "mode is 'auto'; it takes one of"),
         ({"mode": "fast"}, 'a quality goes by its name: quality="fast"'),
-        ({"topk": 0.2}, 'topk is given with mode "auto quality", which takes quality'),
-        ({"mode": "manual", "quality": "fast"}, 'quality is given with mode "manual", which takes'),
-        ({"policy": sparge.SparsePolicy()}, 'policy is given with mode "auto quality"; it is for'),
+        ({"topk": 0.2}, 'topk given with mode "auto quality": mode "auto quality" takes quality'),
+        ({"mode": "manual", "quality": "fast"}, 'mode "manual" takes topk or policy'),
+        ({"policy": sparge.SparsePolicy()}, 'policy given with mode "auto quality"'),
+        ({"mode": "manual", "policy": 0.3}, "policy is 0.3; give a SparsePolicy"),
         (
             {"mode": "manual", "policy": sparge.SparsePolicy(), "topk": 0.2},
-            "topk is given beside policy",
+            "topk and policy given with mode",
         ),
         ({"mode": "manual", "topk": "0.5"}, "topk is .*; (it takes|give)"),
         ({"start_percent": None}, "start_percent is .*; (it takes|give)"),

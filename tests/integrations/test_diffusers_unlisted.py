@@ -161,9 +161,9 @@ def test_steps_of_a_model_without_a_row(end: int, form: str, dtype: torch.dtype)
     given = {"t": timesteps, "t / 1000": timesteps / 1000, "1 - t / 1000": 1 - timesteps / 1000}
     steps = Steps(timesteps)
     for number, timestep in enumerate(given[form].to(dtype)):
-        assert steps.advance(timestep[None], None, COND) and steps.now == number
+        assert steps.advance(timestep[None], COND) and steps.now == number
     assert steps.is_last and steps.are_known
     only = Steps(timesteps[:1])
-    assert only.advance(given[form][:1].to(dtype), None, COND) and only.is_last
+    assert only.advance(given[form][:1].to(dtype), COND) and only.is_last
     unknown = Steps(timesteps)
-    assert unknown.advance(torch.tensor([-70.0]), None, COND) and not unknown.are_known
+    assert unknown.advance(torch.tensor([-70.0]), COND) and not unknown.are_known

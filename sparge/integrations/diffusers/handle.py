@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Handle of a pipeline whose attention is sparse: its runs, one a call of the pipeline."""
+"""`enable`: the attention of a pipeline's transformers, sparse where that pays; and the handle of
+that, whose runs are one a call of the pipeline."""
 
 from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -12,13 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...checks.argument import check_kind
 from ...common.compiling import has_been_traced
 from ...common.failures import MEANT_FOR_HOST, Failures
 from ...kernels import capabilities
 from ...kernels.warmup import warm_up
+from ...policy import SparsePolicy
 from ...session import (
+    AUTO_BUDGET,
+    AUTO_QUALITY,
     FAILED,
+    MANUAL,
     PLAIN,
+    QUALITIES,
     Report,
     Session,
     Settings,
@@ -30,12 +38,15 @@ from ...session import (
 )
 from .forward import Forward
 from .hooks import TransformerHooks
-from .layout import layout_of
-from .rows import row_of
-from .shared import ranks_of
+from .layout import layout_of, ranks_of
 from .steps import Prompts, Steps
 
 logger = logging.getLogger("sparge")
+
+#: Attributes of pipelines that hold transformers; Wan 2.2 has two, for early and for late steps.
+_TRANSFORMERS = ("transformer", "transformer_2")
+#: Arguments beside the mode that say how sparse to be, by mode.
+_GOALS = {AUTO_QUALITY: ("quality",), AUTO_BUDGET: ("topk",), MANUAL: ("topk", "policy")}
 
 NOT_RUN = "The pipeline has not run since it was enabled."
 REPLACED = (
@@ -73,6 +84,80 @@ WORDS = replace(
     ),
 )
 
+#: Handle of each model, which its hooks keep alive: held here, it would hold the model for ever.
+_enabled: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Handle]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def enable(
+    pipe: Any,
+    mode: str = AUTO_QUALITY,
+    *,
+    quality: str | None = None,
+    topk: float | None = None,
+    policy: SparsePolicy | None = None,
+    start_percent: float = 0.1,
+    end_percent: float = 1.0,
+    min_tokens: int = 4096,
+    dense_blocks: str = "",
+    exact_dense: bool = False,
+) -> Handle:
+    """Makes the self-attention of a pipeline of diffusers sparse, until the handle is disabled. A
+    second call on the same pipeline replaces the first.
+
+    Args:
+        pipe: a pipeline with `transformer` (and `transformer_2`) and `scheduler`, before or after
+            it is moved, offloaded or compiled.
+        mode: "auto quality": heads are measured, and made as sparse as `quality` allows; "auto
+            budget": they are measured, and share out `topk`; "manual": all follow one policy.
+        quality: "high", "balanced" (without one) or "fast"; for mode "auto quality".
+        topk: share of the attention that sparse steps compute, in the mean of the heads ("auto
+            budget") or in each ("manual"); 0.5 without one.
+        policy: for mode "manual", in place of `topk`. Text stays exact whatever it says.
+        start_percent, end_percent: steps before and after these shares of the run are dense.
+        min_tokens: attention over fewer tokens is exact.
+        dense_blocks: blocks whose attention stays dense, such as "0-2, -1".
+        exact_dense: dense calls of the auto modes are exact also where 8 bits are faster.
+
+    Raises:
+        ValueError: an argument is none of these or not one of the mode, or the pipeline has no
+            transformer.
+    """
+    if mode in QUALITIES:
+        raise ValueError(f'mode is "{mode}"; a quality goes by its name: quality="{mode}".')
+    goals = {"quality": quality, "topk": topk, "policy": policy}
+    given = {name: goal for name, goal in goals.items() if goal is not None}
+    if mode in _GOALS and (len(given) > 1 or not {*given} <= {*_GOALS[mode]}):
+        takes = (f'mode "{each}" takes {" or ".join(names)}' for each, names in _GOALS.items())
+        raise ValueError(f'{" and ".join(given)} given with mode "{mode}": {", ".join(takes)}.')
+    if policy is not None:
+        check_kind("policy", policy, SparsePolicy, "a SparsePolicy, say SparsePolicy(topk=0.3)")
+    settings = Settings(
+        mode=mode,
+        start_percent=start_percent,
+        end_percent=end_percent,
+        min_tokens=min_tokens,
+        dense_blocks=dense_blocks,
+        exact_dense=exact_dense,
+        **{name: goal for name, goal in given.items() if name != "policy"},
+    )
+    found = [getattr(pipe, name, None) for name in _TRANSFORMERS]
+    transformers = [each for each in found if isinstance(each, torch.nn.Module)]
+    if not transformers or getattr(pipe, "scheduler", None) is None:
+        raise ValueError(
+            f"{type(pipe).__name__} has no transformer and scheduler; enable takes a pipeline of "
+            "diffusers whose model is a transformer. For other models use sparge.sdpa()."
+        )
+    for each in transformers:
+        earlier = _enabled.pop(getattr(each, "_orig_mod", each), None)
+        if earlier is not None and (handle := earlier()) is not None:
+            handle.disable()
+    handle = Handle(pipe, transformers, settings, policy)
+    for model in handle.models:
+        _enabled[model] = weakref.ref(handle)
+    return handle
+
 
 class Handle:
     """Handle that `enable` gives; as a context it is disabled at the end.
@@ -85,8 +170,9 @@ class Handle:
         pipe: Any,
         transformers: list[torch.nn.Module],
         settings: Settings,
+        policy: SparsePolicy | None,
     ) -> None:
-        self._pipe, self._settings = pipe, settings
+        self._pipe, self._settings, self._policy = pipe, settings, policy
         self._run: Session | None = None
         self._steps: Steps | None = None
         self._prompts = Prompts(pipe)
@@ -192,34 +278,30 @@ class Handle:
             self._remark = NO_INPUTS.format(name=type(hooks.model).__name__)
             return None
         latents, timestep = found
-        row, device = row_of(hooks.model), latents[0].device
+        device = latents[0].device
         timesteps = getattr(self._pipe.scheduler, "timesteps", None)
         if not isinstance(timesteps, Tensor):
             timesteps = None
-        known = self._steps.are_of(timesteps) if self._steps else timesteps is None
-        if self._run is None or not known:
+        known = None if self._steps is None else self._steps.timesteps
+        if self._run is None or timesteps is not known:
             self._new_run(device, timesteps)
         prompts = self._prompts.of(hooks.pass_name, len(latents))
-        scale = row.timestep_scale if row else None
-        if self._steps and not self._steps.advance(timestep, scale, prompts):
+        if self._steps and not self._steps.advance(timestep, prompts):
             self._new_run(device, timesteps)  # of a scheduler that keeps its timesteps
-            self._steps.advance(timestep, scale, prompts)
+            self._steps.advance(timestep, prompts)
         run, steps = self._run, self._steps
         assert run is not None
-        layout = layout_of(hooks.model, row, given, len(hooks.blocks) or None)
-        ranks = ranks_of(hooks.model)
-        unusable = ranks if isinstance(ranks, str) else None
-        if not isinstance(ranks, str):
-            layout = replace(layout, ranks=ranks, heads=layout.heads and layout.heads // ranks)
+        ranks, unusable = ranks_of(hooks.model)
+        layout = layout_of(hooks.model, given, hooks.blocks, ranks)
         if steps is None or not steps.are_known:
             why = NO_SCHEDULE if steps is None else NOT_OF_SCHEDULE
             step = Step(prompts, 0, why, model=hooks.which)
         else:
             step = Step(prompts, steps.now, model=hooks.which)
-            step = run.window.step(step, _level(steps.now, len(steps)), run.schedule)
+            step = run.window.step(step, run.schedule[steps.now], run.schedule)
         return Forward(session=run, layout=layout, step=step, device=device, unusable=unusable)
 
-    def _new_run(self, device: torch.device, timesteps: Tensor | None) -> Session:
+    def _new_run(self, device: torch.device, timesteps: Tensor | None) -> None:
         """Begins a run. Waits for the kernels."""
         if self._run is not None:
             self._run.end()
@@ -227,16 +309,18 @@ class Handle:
         self._prompts = Prompts(self._pipe)
         steps = 0 if self._steps is None else len(self._steps)
         settings = self._settings
+        # The window goes by noise levels, and here by shares of the steps.
         window = SigmaWindow.of(
             settings.start_percent, settings.end_percent, lambda percent: steps * (1 - percent)
         )
-        schedule = [_level(step, steps) for step in range(steps)]
+        schedule = [float(steps - step) for step in range(steps)]
         run = self._run = Session(settings, window, schedule, words=WORDS)
+        if self._policy is not None:
+            run.asked = self._policy
         if isinstance(getattr(self._pipe, "controlnet", None), torch.nn.Module):
             run.note(CONTROLNET)
         if capabilities(device).usable:
             run.await_kernels(device, lambda: warm_up(device, logger.info).wait(lambda: None))
-        return run
 
 
 def _inputs(given: Mapping[str, Any]) -> tuple[Tensor | list[Tensor], Tensor] | None:
@@ -248,8 +332,3 @@ def _inputs(given: Mapping[str, Any]) -> tuple[Tensor | list[Tensor], Tensor] | 
     elif not isinstance(latents, Tensor):
         return None
     return (latents, timestep) if len(latents) and isinstance(timestep, Tensor) else None
-
-
-def _level(step: int, steps: int) -> float:
-    """Noise level of a step for the window, which goes by shares of the steps."""
-    return float(steps - step)
