@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -16,7 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from ...attention import attention
-from ...call_stats import CallStats, count_exact
+from ...call_stats import count_exact
 from ...checks.torch_call import as_autocast, why_exact
 from ...errors import Unsupported
 from ...sdpa import Substitute
@@ -47,11 +45,6 @@ def _more_than_attention(key: Tensor, others: dict[str, Any]) -> str:
     return "a sliding window" if window is not None and key.shape[2] > window else ""
 
 
-def _by_its_first_row(mask: Tensor) -> Tensor:
-    """Padding mask (B, 1, Nq, N) whose queries share the memory of one."""
-    return mask[:, :, :1].clone().expand(mask.shape)
-
-
 class Functions:
     """Both functions of the parts of a model that had the same implementation."""
 
@@ -60,67 +53,38 @@ class Functions:
         self.substitute = substitute
         self._own_name = own
 
-    @property
-    def stats(self) -> CallStats | None:
-        return self.substitute.stats
-
-    def turn_off(self) -> None:
-        """Leaves all calls to the implementation that the model had, and counts none."""
-        self.substitute = replace(self.substitute, min_tokens=sys.maxsize, stats=None)
-
-    def mask(
-        self,
-        batch_size: int,
-        q_length: int,
-        kv_length: int,
-        q_offset: int | Tensor = 0,
-        kv_offset: int = 0,
-        mask_function: Callable[..., Any] = causal_mask_function,
-        attention_mask: Tensor | None = None,
-        allow_is_causal_skip: bool = True,
-        config: Any = None,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-        **others: Any,
-    ) -> Tensor | None:
-        """Mask of all layers of a pass: a `CausalMask` where they may be sparse, else what the
-        model's own implementation takes."""
+    def mask(self, **given: Any) -> Tensor | None:
+        """Mask of all layers of a pass, from what transformers gives the functions that make one: a
+        `CausalMask` where they may be sparse, else what the model's own implementation takes."""
         own = AttentionMaskInterface._global_mapping[self._own_name]
+        queries, keys, before = given["q_length"], given["kv_length"], given.get("q_offset", 0)
+        padding, function = given.get("attention_mask"), given["mask_function"]
         # Gemma 4 slices the queries of layers that share keys, and needs a mask that shows which.
-        is_sliced = bool(getattr(config, "num_kv_shared_layers", 0)) and q_length > 1
+        is_sliced = bool(getattr(given.get("config"), "num_kv_shared_layers", 0)) and queries > 1
+        may_skip = given.get("allow_is_causal_skip", True) and not is_sliced
 
         def make(as_tensor: bool) -> Tensor | None:
-            return own(
-                batch_size=batch_size,
-                q_length=q_length,
-                kv_length=kv_length,
-                q_offset=q_offset,
-                kv_offset=kv_offset,
-                mask_function=mask_function,
-                attention_mask=attention_mask,
-                allow_is_causal_skip=allow_is_causal_skip and not (as_tensor or is_sliced),
-                config=config,
-                dtype=dtype,
-                device=device,
-                **others,
-            )
+            # A static cache adds to its own offset before a layer reads the mask.
+            changed = {"q_offset": before, "allow_is_causal_skip": may_skip and not as_tensor}
+            return own(**given | changed)
 
-        if mask_function is bidirectional_mask_function:
+        if function is bidirectional_mask_function:
             mask = make(False)
-            return None if mask is None else _by_its_first_row(mask)
-        is_plain = mask_function is causal_mask_function and not kv_offset
-        if not is_plain or q_length < self.substitute.min_tokens:
+            # Its queries share the memory of one.
+            return None if mask is None else mask[:, :, :1].clone().expand(mask.shape)
+        is_plain = function is causal_mask_function and not given.get("kv_offset", 0)
+        if not is_plain or queries < self.substitute.min_tokens:
             return make(False)
         if torch.compiler.is_compiling():  # nobody can read what a graph is given
-            is_square = attention_mask is None and q_length == kv_length
-            return None if is_square and isinstance(q_offset, int) else make(False)
-        found = prefill(q_length, q_offset, attention_mask, batch_size)
-        if found is None or found.tokens > kv_length:
+            is_square = padding is None and queries == keys
+            return None if is_square and isinstance(before, int) else make(False)
+        found = prefill(queries, before, padding, given["batch_size"])
+        if found is None or found.tokens > keys:
             return make(False)
-        q_offset = found.before  # a static cache adds to its own before a layer reads the mask
-        shape = (batch_size, 1, q_length, kv_length)
-        own_dtype = torch.bool if self._own_name == "sdpa" else dtype
-        return CausalMask.of(found, make, shape, own_dtype, device)
+        before = found.before
+        shape = (given["batch_size"], 1, queries, keys)
+        dtype = torch.bool if self._own_name == "sdpa" else given["dtype"]
+        return CausalMask.of(found, make, shape, dtype, given["device"])
 
     def attend(
         self,
@@ -135,16 +99,16 @@ class Functions:
         **others: Any,
     ) -> Attended:
         """Attention of a layer: query (B, H, Nq, D), key and value (B, Hkv, Nk, D)."""
-        out = None
+        out, stats = None, self.substitute.stats
         why = _more_than_attention(key, others) or self._asks_for_weights(module, others)
         if module.training:  # where checkpointing may hide that gradients are wanted
             why = why or "training: call eval() on a model that is not trained"
         if why:
-            count_exact(self.stats, why)
+            count_exact(stats, why)
         elif isinstance(attention_mask, CausalMask):
             out = self._prefill(query, key, value, attention_mask.prefill, dropout, scaling)
         elif self._differs_by_query(attention_mask, query.shape[2]):
-            count_exact(self.stats, "a mask that hides other keys from some queries")
+            count_exact(stats, "a mask that hides other keys from some queries")
         else:
             causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
             causal = causal and attention_mask is None and query.shape[2] > 1
@@ -156,8 +120,9 @@ class Functions:
             return out, None
         if isinstance(attention_mask, CausalMask):
             attention_mask = attention_mask.make(False)
+        own = AttentionInterface._global_mapping.get(self._own_name) or _eager(type(module))
         options = {"scaling": scaling, "dropout": dropout, "is_causal": is_causal, **others}
-        return self._own(module)(module, query, key, value, attention_mask, **options)
+        return own(module, query, key, value, attention_mask, **options)
 
     def _differs_by_query(self, mask: Tensor | None, queries: int) -> bool:
         """Whether a long call's mask has a row for each query: nobody compares them all."""
@@ -177,7 +142,7 @@ class Functions:
         key, value = key[:, :, : seen.tokens], value[:, :, : seen.tokens]
         why = why_exact(query, key, value, None, dropout, True, True, self.substitute.min_tokens)
         if why:
-            count_exact(self.stats, why)
+            count_exact(self.substitute.stats, why)
             return None
         query, key, value = (as_autocast(x) for x in (query, key, value))
         return self.substitute.tried(
@@ -187,13 +152,13 @@ class Functions:
     def _by_entry(
         self, query: Tensor, key: Tensor, value: Tensor, seen: Prefill, scale: float | None
     ) -> Tensor:
+        policy, stats = self.substitute.policy, self.substitute.stats
         options: dict[str, Any] = {
             "causal": "bottom-right",
             "scale": scale,
             "out_layout": "NHD",
-            "stats": None if self.stats is None else self.stats.on(query.device),
+            "stats": None if stats is None else stats.on(query.device),
         }
-        policy = self.substitute.policy
         if seen.real is None:
             return attention(query, key, value, policy, **options)
         batch, heads, queries, _ = query.shape
@@ -215,12 +180,6 @@ class Functions:
         asked = others.get("output_attentions") or getattr(config, "output_attentions", False)
         given = asked and self._own_name == "eager"
         return "attention weights are asked for (output_attentions)" if given else ""
-
-    def _own(self, module: nn.Module) -> Callable[..., Attended]:
-        """Function of the implementation that the module had."""
-        if self._own_name == "eager":
-            return _eager(type(module))
-        return AttentionInterface._global_mapping[self._own_name]
 
 
 @cache
