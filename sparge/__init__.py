@@ -5,7 +5,6 @@ out = sparge.attention(q, k, v, sparge.SparsePolicy(topk=0.3))
 """
 
 from .attention import attention
-from .call_stats import CallStats
 from .checks.padding import KeyPadding, key_padding
 from .errors import KernelBuildError, Unsupported
 from .head_settings import HeadSettings, Router
@@ -14,7 +13,7 @@ from .order.grid import TokenGrid, TokenOrder, cube_order, grid_order
 from .order.variants import VARIANTS, OrderKind
 from .policy import Precision, SparsePolicy
 from .sdpa import sdpa, sdpa_call
-from .stats import AttentionStats
+from .stats import AttentionStats, CallStats
 
 __all__ = [
     "VARIANTS",

@@ -18,13 +18,13 @@ from torch._C import _len_torch_function_stack
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from .attention import attention
-from .call_stats import CallStats, count_exact, opened
 from .checks.argument import check_kind, whole_number
 from .checks.padding import torch_mask_padding
 from .checks.torch_call import NO_KERNEL, as_autocast, give_up, why_exact
 from .common.compiling import keep_to_graphs
 from .common.torch_attention import TORCH_ATTENTION
 from .policy import SparsePolicy
+from .stats import CallStats, count_exact, opened
 
 #: Calls of fewer queries or keys stay exact: there is little to gain, and text is among them.
 MIN_TOKENS = 4096
@@ -113,9 +113,27 @@ class Substitute:
         if why:
             count_exact(self.stats, why)
             return None
-        return self.tried(
-            query.device, lambda: self._attend(query, key, value, attn_mask, is_causal, scale)
-        )
+
+        def attend() -> Tensor:
+            q, k, v, lengths = query, key, value, None
+            if attn_mask is not None:
+                k, v, lengths = torch_mask_padding(attn_mask).apply(k, v)
+            q, k, v = (as_autocast(x) for x in (q, k, v))
+            tokens_first = q.stride(1) < q.stride(2)  # so that transposing it back is free
+            out = attention(
+                q,
+                k,
+                v,
+                self.policy,
+                out_layout="NHD" if tokens_first else "HND",
+                causal="top-left" if is_causal else None,
+                scale=scale,
+                key_lengths=lengths,
+                stats=None if self.stats is None else self.stats.on(q.device),
+            )
+            return out.transpose(1, 2) if tokens_first else out
+
+        return self.tried(query.device, attend)
 
     def tried(self, device: torch.device, attend: Callable[[], Tensor]) -> Tensor | None:
         """Sparse result of attend(), or None where it is refused or has no kernels, which is
@@ -130,33 +148,6 @@ class Substitute:
             why = give_up(device, error)
         count_exact(self.stats, why)
         return None
-
-    def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None,
-        is_causal: bool,
-        scale: float | None,
-    ) -> Tensor:
-        lengths = None
-        if attn_mask is not None:
-            key, value, lengths = torch_mask_padding(attn_mask).apply(key, value)
-        query, key, value = (as_autocast(x) for x in (query, key, value))
-        tokens_first = query.stride(1) < query.stride(2)  # so that transposing it back is free
-        out = attention(
-            query,
-            key,
-            value,
-            self.policy,
-            out_layout="NHD" if tokens_first else "HND",
-            causal="top-left" if is_causal else None,
-            scale=scale,
-            key_lengths=lengths,
-            stats=None if self.stats is None else self.stats.on(query.device),
-        )
-        return out.transpose(1, 2) if tokens_first else out
 
 
 class AttentionMode(TorchFunctionMode):
@@ -222,10 +213,13 @@ class SdpaMode(AttentionMode):
         return self._stats
 
     def __exit__(self, *raised: Any) -> None:
-        outer, inner = _split_at(self._stats, opened.get())
-        opened.set(outer + inner)
-        for each in (self._stats, *inner) if inner else ():
-            each.remark = INTERLEAVED
+        contexts = opened.get()
+        if self._stats in contexts:
+            place = len(contexts) - 1 - contexts[::-1].index(self._stats)
+            inner = contexts[place + 1 :]
+            opened.set(contexts[:place] + inner)
+            for each in (self._stats, *inner) if inner else ():
+                each.remark = INTERLEAVED
         self._entered -= 1
         _take_off(self)
 
@@ -233,16 +227,6 @@ class SdpaMode(AttentionMode):
 def _is_open_here(stats: CallStats) -> bool:
     # torch.compile cannot trace the question: a graph goes by the context that was opened last.
     return torch.compiler.is_compiling() or stats in opened.get()
-
-
-def _split_at(
-    stats: CallStats, contexts: tuple[CallStats, ...]
-) -> tuple[tuple[CallStats, ...], tuple[CallStats, ...]]:
-    """Contexts around the innermost of these counts, and those in it."""
-    for place in reversed(range(len(contexts))):
-        if contexts[place] is stats:
-            return contexts[:place], contexts[place + 1 :]
-    return contexts, ()
 
 
 def _take_off(mode: TorchFunctionMode) -> None:

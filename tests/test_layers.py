@@ -82,10 +82,10 @@ ORDER = (
     "call reference",
     "head_settings",
     "policy",
-    "order call_stats",
+    "order stats",
     "checks",
     "kernels",
-    "blocks common errors stats",
+    "blocks common errors",
 )
 #: Imports upwards that still are, each half of two parts that import each other.
 UPWARDS = {

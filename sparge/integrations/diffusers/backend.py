@@ -13,10 +13,10 @@ from typing import Any
 
 from torch import Tensor
 
-from ...call_stats import CallStats
 from ...errors import Unsupported
 from ...policy import SparsePolicy
 from ...sdpa import MIN_TOKENS, Substitute
+from ...stats import CallStats
 
 NAME = "sparge"
 SHARED = (

@@ -14,10 +14,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from ...attention import attention
-from ...call_stats import count_exact
 from ...checks.torch_call import as_autocast, why_exact
 from ...errors import Unsupported
 from ...sdpa import Substitute
+from ...stats import count_exact
 from .causal_mask import CausalMask, Prefill, prefill
 
 #: Attention (B, N, H, D) and weights, which only "eager" gives.

@@ -18,11 +18,11 @@ from transformers import (
     PreTrainedModel,
 )
 
-from ...call_stats import CallStats
 from ...checks.argument import check_kind
 from ...errors import Unsupported
 from ...policy import SparsePolicy
 from ...sdpa import MIN_TOKENS, Substitute
+from ...stats import CallStats
 from .attend import EXACT, Functions
 
 logger = logging.getLogger("sparge")
