@@ -36,15 +36,6 @@ _EXTRAS = {
 }
 
 
-def _more_than_attention(key: Tensor, others: dict[str, Any]) -> str:
-    """What a layer's keywords ask for that the kernels do not have; empty for nothing."""
-    for name, what in _EXTRAS.items():
-        if others.get(name) is not None:
-            return what
-    window = others.get("sliding_window")
-    return "a sliding window" if window is not None and key.shape[2] > window else ""
-
-
 class Functions:
     """Both functions of the parts of a model that had the same implementation."""
 
@@ -99,19 +90,17 @@ class Functions:
         **others: Any,
     ) -> Attended:
         """Attention of a layer: query (B, H, Nq, D), key and value (B, Hkv, Nk, D)."""
-        out, stats = None, self.substitute.stats
-        why = _more_than_attention(key, others) or self._asks_for_weights(module, others)
-        if module.training:  # where checkpointing may hide that gradients are wanted
-            why = why or "training: call eval() on a model that is not trained"
-        if why:
-            count_exact(stats, why)
+        out, queries = None, query.shape[2]
+        long = queries >= max(2, self.substitute.min_tokens)
+        if why := self._why_own(module, key, others):
+            count_exact(self.substitute.stats, why)
         elif isinstance(attention_mask, CausalMask):
             out = self._prefill(query, key, value, attention_mask.prefill, dropout, scaling)
-        elif self._differs_by_query(attention_mask, query.shape[2]):
-            count_exact(stats, "a mask that hides other keys from some queries")
+        elif long and attention_mask is not None and _has_row_for_each_query(attention_mask):
+            count_exact(self.substitute.stats, "a mask that hides other keys from some queries")
         else:
             causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-            causal = causal and attention_mask is None and query.shape[2] > 1
+            causal = causal and attention_mask is None and queries > 1
             out = self.substitute.sparse(
                 query, key, value, attention_mask, dropout, causal, scaling, True
             )
@@ -124,10 +113,20 @@ class Functions:
         options = {"scaling": scaling, "dropout": dropout, "is_causal": is_causal, **others}
         return own(module, query, key, value, attention_mask, **options)
 
-    def _differs_by_query(self, mask: Tensor | None, queries: int) -> bool:
-        """Whether a long call's mask has a row for each query: nobody compares them all."""
-        long = queries >= max(2, self.substitute.min_tokens)
-        return long and mask is not None and mask.shape[-2] > 1 and mask.stride(-2) != 0
+    def _why_own(self, module: nn.Module, key: Tensor, others: dict[str, Any]) -> str:
+        """Why a layer's call is for its own implementation, by its keywords; else empty."""
+        for name, what in _EXTRAS.items():
+            if others.get(name) is not None:
+                return what
+        window = others.get("sliding_window")
+        if window is not None and key.shape[2] > window:
+            return "a sliding window"
+        config = getattr(module, "config", None)
+        asked = others.get("output_attentions") or getattr(config, "output_attentions", False)
+        if asked and self._own_name == "eager":
+            return "attention weights are asked for (output_attentions)"
+        # Checkpointing may hide that gradients are wanted.
+        return "training: call eval() on a model that is not trained" if module.training else ""
 
     def _prefill(
         self,
@@ -140,46 +139,38 @@ class Functions:
     ) -> Tensor | None:
         """(B, Nq, H, D) of a plain causal call, zeros for padding; None where it stays exact."""
         key, value = key[:, :, : seen.tokens], value[:, :, : seen.tokens]
+        policy, stats = self.substitute.policy, self.substitute.stats
         why = why_exact(query, key, value, None, dropout, True, True, self.substitute.min_tokens)
         if why:
-            count_exact(self.substitute.stats, why)
+            count_exact(stats, why)
             return None
-        query, key, value = (as_autocast(x) for x in (query, key, value))
-        return self.substitute.tried(
-            query.device, lambda: self._by_entry(query, key, value, seen, scaling)
-        )
 
-    def _by_entry(
-        self, query: Tensor, key: Tensor, value: Tensor, seen: Prefill, scale: float | None
-    ) -> Tensor:
-        policy, stats = self.substitute.policy, self.substitute.stats
-        options: dict[str, Any] = {
-            "causal": "bottom-right",
-            "scale": scale,
-            "out_layout": "NHD",
-            "stats": None if stats is None else stats.on(query.device),
-        }
-        if seen.real is None:
-            return attention(query, key, value, policy, **options)
-        batch, heads, queries, _ = query.shape
-        out = query.new_zeros(batch, queries, heads, value.shape[-1])
-        for entry, (start, end) in enumerate(seen.real):
-            # Real queries of this pass; the last of them sees the last real key.
-            first, last = max(start - seen.before, 0), end - seen.before
-            if last > first:
-                one = slice(entry, entry + 1)
-                keys, rows = (one, slice(None), slice(start, end)), slice(first, last)
-                out[one, rows] = attention(
-                    query[one, :, rows], key[keys], value[keys], policy, **options
-                )
-        return out
+        def attend() -> Tensor:
+            q, k, v = (as_autocast(x) for x in (query, key, value))
+            options: dict[str, Any] = {
+                "causal": "bottom-right",
+                "scale": scaling,
+                "out_layout": "NHD",
+                "stats": None if stats is None else stats.on(q.device),
+            }
+            if seen.real is None:
+                return attention(q, k, v, policy, **options)
+            out = q.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[-1])
+            for entry, (start, end) in enumerate(seen.real):
+                # Real queries of this pass; the last of them sees the last real key.
+                first, last = max(start - seen.before, 0), end - seen.before
+                if last > first:
+                    one, rows = slice(entry, entry + 1), slice(first, last)
+                    keys = one, slice(None), slice(start, end)
+                    out[one, rows] = attention(q[one, :, rows], k[keys], v[keys], policy, **options)
+            return out
 
-    def _asks_for_weights(self, module: nn.Module, others: dict[str, Any]) -> str:
-        """Reason why a call that gives its attention weights too stays exact; else empty."""
-        config = getattr(module, "config", None)
-        asked = others.get("output_attentions") or getattr(config, "output_attentions", False)
-        given = asked and self._own_name == "eager"
-        return "attention weights are asked for (output_attentions)" if given else ""
+        return self.substitute.tried(query.device, attend)
+
+
+def _has_row_for_each_query(mask: Tensor) -> bool:
+    """Whether queries have rows of their own in memory: nobody compares them all."""
+    return mask.shape[-2] > 1 and mask.stride(-2) != 0
 
 
 @cache
