@@ -108,12 +108,19 @@ def test_a_model_that_is_refused_stays_as_it_was(ids: Tensor) -> None:
     assert torch.equal(model(ids.clamp(max=97)).logits, own)
 
 
-def test_what_would_be_another_attention_is_refused() -> None:
+def test_a_part_and_the_whole_replace_each_other(ids: Tensor) -> None:
     model = llama("sdpa")
-    for sparse, other in ((model.model, model), (model, model.model)):
-        with enable(sparse), pytest.raises(sparge.Unsupported, match="shares its configuration wi"):
-            enable(other)
-    enable(model).disable()
+    own = model(ids).logits
+    for first, second in ((model.model, model), (model, model.model)):
+        replaced = enable(first, min_tokens=LEAST)
+        with enable(second, min_tokens=LEAST) as sparse:
+            model(ids)
+        assert (replaced.stats.sparse_calls, sparse.stats.sparse_calls) == (0, 1)
+        assert torch.equal(model(ids).logits, own)
+
+
+def test_a_model_that_chooses_keys_itself_is_refused() -> None:
+    model = llama("sdpa")
     model.model.layers[0].self_attn.indexer = torch.nn.Identity()
     with pytest.raises(sparge.Unsupported, match="chooses keys by an indexer of its own"):
         enable(model)

@@ -58,8 +58,8 @@ NOT_OF_SCHEDULE = "the model is given no timestep of the scheduler, so the step 
 OTHER_THREAD = "another thread ran the model meanwhile: its passes were left as they are"
 CONTROLNET = "the attention of the pipeline's controlnet is native, and not counted"
 NO_INPUTS = (
-    "NOTHING WAS SPARSE; {name} is not known here, and its inputs are not named as usual: "
-    "sparge.sdpa() serves it without measuring."
+    "{name} is not known here, and its inputs are not named as usual: sparge.sdpa() serves it "
+    "without measuring"
 )
 #: Names that models have for the latent, which may be a list, and for the timestep.
 _LATENTS, _TIMESTEPS = ("hidden_states", "x"), ("timestep", "timesteps", "t")
@@ -177,6 +177,7 @@ class Handle:
         self._steps: Steps | None = None
         self._prompts = Prompts(pipe)
         self._remark = ""  # why no run began
+        self._failures = Failures()
         self.lock = threading.RLock()
         self._hooks = [
             TransformerHooks(self, transformer, which)
@@ -224,7 +225,7 @@ class Handle:
 
     def _not_run(self) -> str:
         if self._remark:
-            return self._remark
+            return f"NOTHING WAS SPARSE; {self._remark}"
         return f"{NOT_RUN} Or {PLAIN.whole_graph.told}." if has_been_traced() else NOT_RUN
 
     @property
@@ -248,19 +249,22 @@ class Handle:
     def begin_pass(self, hooks: TransformerHooks, given: Mapping[str, Any]) -> Forward | None:
         """Begins a pass, and a run where it is the first one of a call of the pipeline."""
         if any(each.are_busy() for each in self._hooks):
-            if self._run is not None:
-                self._run.note(OTHER_THREAD)
+            self._note(OTHER_THREAD)
             return None
         try:
             return self._begun(hooks, given)
         except MEANT_FOR_HOST:
             raise
         except Exception as error:  # the picture matters more
-            failures = Failures() if self._run is None else self._run.failures
-            failures.tell("a pass of the model was computed dense", error)
-            if self._run is not None:
-                self._run.note(f"passes were dense because of {FAILED}")
+            self._failures.tell("a pass of the model was computed dense", error)
+            self._note(f"passes were dense because of {FAILED}")
             return None
+
+    def _note(self, remark: str) -> None:
+        if self._run is None:
+            self._remark = remark
+        else:
+            self._run.note(remark)
 
     def end_pass(self, forward: Forward) -> None:
         """Ends a pass. In the last step it waits for the GPU, so that the clock is right."""
@@ -275,7 +279,7 @@ class Handle:
     def _begun(self, hooks: TransformerHooks, given: Mapping[str, Any]) -> Forward | None:
         found = _inputs(given)
         if found is None:
-            self._remark = NO_INPUTS.format(name=type(hooks.model).__name__)
+            self._note(NO_INPUTS.format(name=type(hooks.model).__name__))
             return None
         latents, timestep = found
         device = latents[0].device

@@ -102,21 +102,21 @@ def enable(
     tokens, whole or in chunks, also with padding on either side and with a static cache, and long
     encoders. What else it computes stays as it was, with the reason in the report: decoding,
     sliding windows, packed sequences, capped logits, learned sinks, heads above 128. A second call
-    on the same model replaces the first.
+    on the same model, a part of it or the whole that it is a part of replaces the first.
 
     model: also in the wrapper that torch.compile gives.
     policy: without it half of the key blocks, and always the first one. Text needs the first
         (`attention_sink=True`): a head that looks for nothing looks there.
 
     Raises:
-        Unsupported: the model does not take its attention from transformers' registry, chooses
-            keys itself, or shares its configuration with another one that is sparse.
+        Unsupported: the model does not take its attention from transformers' registry, or chooses
+            keys itself.
     """
     model = getattr(model, "_orig_mod", model)
     check_kind("model", model, PreTrainedModel, "a model of transformers")
     stats = CallStats()
     substitute = Substitute.checked(policy, min_tokens, stats)
-    _replace_earlier(model)
+    _disable_earlier(model)
     if any(getattr(part, "indexer", None) is not None for part in model.modules()):
         raise Unsupported(
             f"{type(model).__name__} chooses keys by an indexer of its own, which it does for "
@@ -164,19 +164,13 @@ def _begin_batching(model: Any, *args: Any, **kwargs: Any) -> Any:
     return model.init_continuous_batching(*args, **kwargs)
 
 
-def _replace_earlier(model: PreTrainedModel) -> None:
-    """Gives a model that is sparse its own attention back."""
+def _disable_earlier(model: PreTrainedModel) -> None:
+    """Gives what is sparse and shares a configuration with a model its own attention back: the
+    model itself, a part of it, or the whole that it is a part of."""
     configs = [id(config) for config in _configs(model)]
     for earlier in list(_enabled):
-        owner = earlier._model()
-        if owner is model or owner is None:
+        if earlier._model() is None or any(id(each) in configs for each, _ in earlier._before):
             earlier.disable()
-        elif any(id(config) in configs for config, _ in earlier._before):
-            raise Unsupported(
-                f"This {type(model).__name__} shares its configuration with a "
-                f"{type(owner).__name__} that is sparse, such as a part of it or the whole that it "
-                "is a part of: call disable() of that one first."
-            )
 
 
 def _before(implementation: str | None) -> str | None:
