@@ -162,8 +162,8 @@ def test_steps_of_a_model_without_a_row(end: int, form: str, dtype: torch.dtype)
     steps = Steps(timesteps)
     for number, timestep in enumerate(given[form].to(dtype)):
         assert steps.advance(timestep[None], COND) and steps.now == number
-    assert steps.is_last and steps.are_known
+    assert steps.is_last and steps.unknown is None
     only = Steps(timesteps[:1])
     assert only.advance(given[form][:1].to(dtype), COND) and only.is_last
     unknown = Steps(timesteps)
-    assert unknown.advance(torch.tensor([-70.0]), COND) and not unknown.are_known
+    assert unknown.advance(torch.tensor([-70.0]), COND) and unknown.unknown

@@ -53,8 +53,6 @@ REPLACED = (
     "NOTHING IS SPARSE; pipe.transformer is another model than when the pipeline was enabled: call "
     "enable again."
 )
-NO_SCHEDULE = "the scheduler has no timesteps, so the step is not known"
-NOT_OF_SCHEDULE = "the model is given no timestep of the scheduler, so the step is not known"
 OTHER_THREAD = "another thread ran the model meanwhile: its passes were left as they are"
 CONTROLNET = "the attention of the pipeline's controlnet is native, and not counted"
 NO_INPUTS = (
@@ -174,7 +172,7 @@ class Handle:
     ) -> None:
         self._pipe, self._settings, self._policy = pipe, settings, policy
         self._run: Session | None = None
-        self._steps: Steps | None = None
+        self._steps = Steps(None)
         self._prompts = Prompts(pipe)
         self._remark = ""  # why no run began
         self._failures = Failures()
@@ -233,9 +231,7 @@ class Handle:
         """Facts of the last run; None before there is one. Waits for the GPU."""
         if self._run is None:
             return None
-        steps = self._steps
-        finished = steps is None or not steps.are_known or steps.is_last
-        return self._run.report(stopped=not finished)
+        return self._run.report(stopped=not self._steps.is_last)
 
     def disable(self) -> None:
         """Takes the hooks off. The pipeline is as it was; the last run can still be asked."""
@@ -270,7 +266,7 @@ class Handle:
         """Ends a pass. In the last step it waits for the GPU, so that the clock is right."""
         with forward.session.failures.caught("a step was not prepared"):
             forward.end()
-            if self._steps is not None and self._steps.is_last:
+            if self._steps.is_last:
                 device = forward.device
                 if device.type == "cuda":
                     torch.cuda.current_stream(device).synchronize()
@@ -284,34 +280,26 @@ class Handle:
         latents, timestep = found
         device = latents[0].device
         timesteps = getattr(self._pipe.scheduler, "timesteps", None)
-        if not isinstance(timesteps, Tensor):
-            timesteps = None
-        known = None if self._steps is None else self._steps.timesteps
-        if self._run is None or timesteps is not known:
-            self._new_run(device, timesteps)
+        run = self._run
+        if run is None or timesteps is not self._steps.timesteps:
+            run = self._new_run(device, timesteps)
         prompts = self._prompts.of(hooks.pass_name, len(latents))
-        if self._steps and not self._steps.advance(timestep, prompts):
-            self._new_run(device, timesteps)  # of a scheduler that keeps its timesteps
+        if not self._steps.advance(timestep, prompts):
+            run = self._new_run(device, timesteps)  # of a scheduler that keeps its timesteps
             self._steps.advance(timestep, prompts)
-        run, steps = self._run, self._steps
-        assert run is not None
         ranks, unusable = ranks_of(hooks.model)
-        layout = layout_of(hooks.model, given, hooks.blocks, ranks)
-        if steps is None or not steps.are_known:
-            why = NO_SCHEDULE if steps is None else NOT_OF_SCHEDULE
-            step = Step(prompts, 0, why, model=hooks.which)
-        else:
-            step = Step(prompts, steps.now, model=hooks.which)
-            step = run.window.step(step, run.schedule[steps.now], run.schedule)
+        layout, now = layout_of(hooks.model, given, hooks.blocks, ranks), self._steps.now
+        step = Step(prompts, max(0, now), self._steps.unknown, model=hooks.which)
+        if step.why_dense is None:
+            step = run.window.step(step, run.schedule[now], run.schedule)
         return Forward(session=run, layout=layout, step=step, device=device, unusable=unusable)
 
-    def _new_run(self, device: torch.device, timesteps: Tensor | None) -> None:
+    def _new_run(self, device: torch.device, timesteps: object) -> Session:
         """Begins a run. Waits for the kernels."""
         if self._run is not None:
             self._run.end()
-        self._steps = None if timesteps is None else Steps(timesteps)
-        self._prompts = Prompts(self._pipe)
-        steps = 0 if self._steps is None else len(self._steps)
+        self._steps, self._prompts = Steps(timesteps), Prompts(self._pipe)
+        steps = len(self._steps)
         settings = self._settings
         # The window goes by noise levels, and here by shares of the steps.
         window = SigmaWindow.of(
@@ -325,6 +313,7 @@ class Handle:
             run.note(CONTROLNET)
         if capabilities(device).usable:
             run.await_kernels(device, lambda: warm_up(device, logger.info).wait(lambda: None))
+        return run
 
 
 def _inputs(given: Mapping[str, Any]) -> tuple[Tensor | list[Tensor], Tensor] | None:

@@ -6,7 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
+
+NO_SCHEDULE = "the scheduler has no timesteps, so the step is not known"
+NOT_OF_SCHEDULE = "the model is given no timestep of the scheduler, so the step is not known"
 
 #: What pipelines make of the scheduler's timesteps for their models.
 _FORMS: tuple[Callable[[Tensor], Tensor], ...] = (
@@ -29,14 +33,15 @@ class Steps:
     the schedule has that timestep again (schedulers of second order do).
     """
 
-    def __init__(self, timesteps: Tensor) -> None:
+    def __init__(self, timesteps: object) -> None:
         """timesteps: of the scheduler. Waits for their device."""
         self.timesteps = timesteps
         """The scheduler's own object, which it makes anew for each call of a pipeline."""
-        self._values = timesteps.detach().cpu()
+        known = isinstance(timesteps, Tensor)
+        self._values = timesteps.detach().cpu() if known else torch.empty(0)
         self._given: Tensor | None = None  # (steps,) float64, what passes are given
-        self.are_known = True
-        """Whether the steps of passes can be told by what they are given."""
+        self.unknown = None if known else NO_SCHEDULE
+        """Why the steps of passes cannot be told by what they are given; None where they can."""
         self._seen: set[int] = set()
         self.now = -1
         """Number of the running step."""
@@ -46,17 +51,20 @@ class Steps:
 
     @property
     def is_last(self) -> bool:
-        return self.now == len(self) - 1
+        return self.unknown is not None or self.now == len(self) - 1
 
     def advance(self, timestep: Tensor, prompts: tuple[int, ...]) -> bool:
         """Takes note of a pass. Waits for the timestep, a single number. Returns False, and does
         nothing, where its step lies behind: then another call of the pipeline has begun."""
+        if self.unknown is not None:
+            return True
         # Of the tokens that are sampled; given ones, such as a first frame, have 0.
         latest = float(timestep.max())
         if self._given is None:
-            self._given = self._form(timestep, latest)
-        if not self.are_known:
-            return True
+            self._given, is_near = self._form(timestep, latest)
+            if not is_near:
+                self.unknown = NOT_OF_SCHEDULE
+                return True
         distance = (self._given - latest).abs()
         places = (distance == distance.min()).nonzero().flatten().tolist()
         repeated = self._seen.intersection(prompts)
@@ -69,8 +77,9 @@ class Steps:
         self.now, self._seen = later[0], set(prompts)
         return True
 
-    def _form(self, timestep: Tensor, latest: float) -> Tensor:
-        """Timesteps as passes are given them, which the first one shows."""
+    def _form(self, timestep: Tensor, latest: float) -> tuple[Tensor, bool]:
+        """Timesteps as passes are given them, which the first one shows, and whether it is among
+        them."""
         # Cast as the pipeline casts them, or neighbours in bf16 would be mistaken.
         values = self._values.to(timestep.dtype).double()
         nearest = []
@@ -80,8 +89,7 @@ class Steps:
             # Of forms that are equally near that of the earlier step: schedules may end at 1.
             nearest.append((float(off.min()), int(off.argmin()), number))
         least, _, number = min(nearest)
-        self.are_known = least <= _ROUNDING
-        return made[number]
+        return made[number], least <= _ROUNDING
 
 
 class Prompts:
