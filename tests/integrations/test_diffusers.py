@@ -26,7 +26,6 @@ from benchmarks.tiny_models.adapted import adapt
 from benchmarks.tiny_models.pipelines import ALL, TEXT, drawn
 from sparge.common.metrics import rel_l2
 from sparge.integrations.diffusers import enable
-from sparge.integrations.diffusers.layout import ROWS
 from sparge.session import MASK, Exact, Pass, Session
 from sparge.session.self_test import WrongKernels
 
@@ -276,34 +275,6 @@ def test_own_loops_second_order_and_masks_of_heads(passes: list[Any]) -> None:
     assert handle.result.counts.sparse == 2 * 5 and not handle.result.counts.reasons
 
 
-def test_a_model_without_a_row_is_told() -> None:
-    class Attention(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.nn.functional.scaled_dot_product_attention(x, x, x)
-
-    class Other(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = torch.nn.ModuleList([Attention()])
-
-        def forward(self, hidden_states: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
-            return self.layers[0](hidden_states)
-
-    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
-    pipe = SimpleNamespace(transformer=Other(), scheduler=scheduler)
-    hidden = drawn(1, 2, 512, 64, seed=1)
-    with enable(pipe, "manual", topk=0.5, **TINY) as handle:
-        scheduler.timesteps = None
-        for _ in range(2):
-            pipe.transformer(hidden, torch.ones(1))
-        assert handle.result is not None and handle.result.counts.dense == 2
-        assert handle.line.startswith("NOTHING WAS SPARSE; the scheduler has no timesteps")
-        scheduler.timesteps = torch.tensor([1000.0])
-        pipe.transformer(hidden, scheduler.timesteps)
-    assert handle.result is not None and handle.result.counts.sparse == 1
-    assert "Other is not known here" in handle.line
-
-
 def test_offloaded_and_replaced_modules_do_not_matter() -> None:
     accelerate = pytest.importorskip("accelerate", reason=REASON)
 
@@ -317,15 +288,6 @@ def test_offloaded_and_replaced_modules_do_not_matter() -> None:
         assert model.blocks[0].attn1.to_q.change.weight.is_meta
         assert torch.equal(tiny(2), adapted) and not torch.equal(adapted, plain)
         assert handle.result is not None and handle.result.counts.sparse == 2 * CALLS["Wan 2.1"]
-
-
-def test_the_document_lists_every_row() -> None:
-    text = (Path(__file__).resolve().parents[2] / "docs/hosts/diffusers.md").read_text("utf-8")
-    table = text.split("| transformer | text | remarks |")[1].split("\n\n")[0]
-    said = {
-        line.split(" | ")[0].strip("| "): line.split(" | ")[1] for line in table.split("\n")[2:]
-    }
-    assert said == {row.name: row.text.value for row in ROWS.values()}
 
 
 def test_the_library_does_not_import_diffusers() -> None:
