@@ -63,22 +63,12 @@ NO_INPUTS = (
 _LATENTS, _TIMESTEPS = ("hidden_states", "x"), ("timestep", "timesteps", "t")
 #: Characters of either part of a line, which no box cuts off.
 _WIDEST = 200
-_BACKEND = (
-    "the pipeline's attention backend does not call PyTorch's (set it to native: "
-    'transformer.set_attention_backend("native"))'
-)
 WORDS = replace(
     PLAIN,
     no_calls=Why(
-        f"no attention call came: {_BACKEND}",
+        "no attention call came: the pipeline's attention backend does not call PyTorch's (set it "
+        'to native: transformer.set_attention_backend("native"))',
         ("No attention call came", 'Set the attention backend to "native"'),
-    ),
-    whole_graph=Why(  # some model of the process was traced whole, maybe another one
-        f"{PLAIN.whole_graph.told}, or {_BACKEND}",
-        (
-            "No attention call came",
-            'Compile without fullgraph, or set the attention backend to "native"',
-        ),
     ),
 )
 

@@ -75,7 +75,7 @@ class Functions:
         before = found.before
         shape = (given["batch_size"], 1, queries, keys)
         dtype = torch.bool if self._own_name == "sdpa" else given["dtype"]
-        return CausalMask.of(found, make, shape, dtype, given["device"])
+        return CausalMask(found, make, shape, dtype, given["device"])
 
     def attend(
         self,
