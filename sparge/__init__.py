@@ -5,7 +5,6 @@ out = sparge.attention(q, k, v, sparge.SparsePolicy(topk=0.3))
 """
 
 from .attention import attention
-from .call_stats import CallStats
 from .errors import KernelBuildError, Unsupported
 from .head_settings import HeadSettings, Router
 from .kernels import Capability, capabilities
@@ -14,7 +13,7 @@ from .order.variants import VARIANTS, OrderKind
 from .padding import KeyPadding, key_padding
 from .policy import Precision, SparsePolicy
 from .sdpa import sdpa, sdpa_call
-from .stats import AttentionStats
+from .stats import AttentionStats, CallStats
 
 __all__ = [
     "VARIANTS",

@@ -18,11 +18,11 @@ from torch._C import _len_torch_function_stack
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from .attention import attention
-from .call_stats import CallStats, count_exact, opened
 from .checks.argument import check_kind, whole_number
 from .compiling import keep_to_graphs
 from .padding import torch_mask_padding
 from .policy import SparsePolicy
+from .stats import CallStats, count_exact, opened
 from .torch_attention import (
     NO_KERNEL,
     TORCH_ATTENTION,
@@ -205,10 +205,13 @@ class SdpaMode(AttentionMode):
         return self._stats
 
     def __exit__(self, *raised: Any) -> None:
-        outer, inner = _split_at(self._stats, opened.get())
-        opened.set(outer + inner)
-        for each in (self._stats, *inner) if inner else ():
-            each.remark = INTERLEAVED
+        contexts = opened.get()
+        if self._stats in contexts:
+            place = len(contexts) - 1 - contexts[::-1].index(self._stats)
+            inner = contexts[place + 1 :]
+            opened.set(contexts[:place] + inner)
+            for each in (self._stats, *inner) if inner else ():
+                each.remark = INTERLEAVED
         self._entered -= 1
         _take_off(self)
 
@@ -216,16 +219,6 @@ class SdpaMode(AttentionMode):
 def _is_open_here(stats: CallStats) -> bool:
     # torch.compile cannot trace the question: a graph goes by the context that was opened last.
     return torch.compiler.is_compiling() or stats in opened.get()
-
-
-def _split_at(
-    stats: CallStats, contexts: tuple[CallStats, ...]
-) -> tuple[tuple[CallStats, ...], tuple[CallStats, ...]]:
-    """Contexts around the innermost of these counts, and those in it."""
-    for place in reversed(range(len(contexts))):
-        if contexts[place] is stats:
-            return contexts[:place], contexts[place + 1 :]
-    return contexts, ()
 
 
 def _take_off(mode: TorchFunctionMode) -> None:

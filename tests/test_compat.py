@@ -13,7 +13,7 @@ from torch import Tensor
 import sparge
 from benchmarks.metrics import rel_l2
 from sparge import AttentionStats, SparsePolicy, compat
-from sparge.compat.mask import read_block_mask
+from sparge.compat.core import read_block_mask
 from sparge.compat.utils import get_block_map_meansim, get_block_map_meansim_fuse_quant
 
 library: Any = sparge.attention
@@ -62,7 +62,6 @@ def test_signature_is_upstreams(function: Any, defaults: dict[str, Any]) -> None
         (by_topk, {}, {}, {}),
         (by_topk, {"topk": 0.2, "is_causal": True}, {"topk": 0.2}, {"is_causal": True}),
         (by_topk, {"topk": SHARES}, {"topk": SHARES}, {}),
-        (by_topk, {"topk": torch.tensor([1, 0])}, {"topk": torch.tensor([1.0, 0.0])}, {}),
         (by_topk, {"topk": 0.1, "attention_sink": True}, {"topk": 0.1, "attention_sink": True}, {}),
         (by_topk, {"topk": 1.0, "pvthreshd": 0.5}, {"topk": 1.0, "pvthreshd": 0.5}, {}),
         (by_topk, {"smooth_k": False}, {"smooth_k": False}, {}),
@@ -105,14 +104,14 @@ def test_is_the_librarys_attention(make_qkv, function: Any, given, policy, optio
 @pytest.mark.parametrize(
     ("function", "named", "words"),
     [
-        *((each, {"dropout_p": 0.1}, "no dropout") for each in (by_topk, by_mass, block_sparse)),
+        *((each, {"dropout_p": 0.1}, "no dropout") for each in (by_topk, by_mass)),
+        (block_sparse, {"dropout_p": 0.1, "mask_id": torch.ones(1, 2, 2, 4)}, "no dropout"),
         *((each, {"attn_mask": torch.ones(256, 256)}, "no element mask")
           for each in (by_topk, by_mass)),
         (by_topk, {"tensor_layout": "BHND"}, "layout"),
         (by_topk, {"topk": 0.5, "cdfthreshd": 0.9}, "set exactly one"),
         (by_topk, {"topk": None}, "set exactly one"),
         (block_sparse, {}, r"mask_id is None.*\(1, 2, 2, 4\)"),
-        (block_sparse, {"mask_id": [[1]]}, "mask_id is a list; it is a tensor"),
         *((block_sparse, {"mask_id": torch.ones(x)}, r"\(1, 2, 2, 4\).*\(1, 2, 4, 2\).*every GPU")
           for x in ((1, 2, 4, 1), (1, 1, 2, 4), (2, 4))),
     ],
@@ -213,9 +212,8 @@ def test_attention_over_a_block_map_is_that_of_its_thresholds(
 @pytest.mark.parametrize(
     ("given", "keys", "words"),
     [
-        ({"BLKQ": 64, "BLKK": 64}, 128, "of 128 x 64 and of 64 x 128 tokens are served"),
-        ({"return_lut": True}, 128, "no lookup tables"),
-        ({"is_sparse": False}, 128, "never had an effect"),
+        ({"BLKQ": 64, "BLKK": 64}, 128, "maps of 128 x 64 and 64 x 128 tokens a block are served"),
+        ({"return_lut": True}, 128, "without lookup tables"),
         ({"topk": 0.5}, 128, "set exactly one"),
         ({"is_causal": True}, 100, "128 queries and 100 keys"),
         ({"simthreshd1": torch.ones(3)}, 128, "each of the 1 query heads"),
@@ -242,14 +240,11 @@ def test_a_map_of_hoppers_blocks_holds_every_chosen_one(make_qkv, tokens: int) -
     assert wide.float().mean() < 0.9
 
 
-def test_a_map_beside_quantized_operands(make_qkv) -> None:
+def test_a_map_of_keys_without_their_mean(make_qkv) -> None:
+    """As packs for MiniMax H3 ask for it, which take the first of five results."""
     q, k, _ = make_qkv(1, 2, 700, 64)
-    k, q[:, 0] = k + 5, 0
-    mean, given = k.mean(2, keepdim=True), {"topk": 0.3, "cdfthreshd": None}
+    k, given = k + 5, {"topk": 0.3, "cdfthreshd": None}
+    mean = k.mean(2, keepdim=True)
     kept, *operands = get_block_map_meansim_fuse_quant(q, k, mean, **given)
     assert torch.equal(kept, get_block_map_meansim(q, k - mean, **given))
-    for levels, scale, x, block in ((*operands[:2], q, 128), (*operands[2:], k - mean, 64)):
-        assert levels.dtype == torch.int8 and levels.shape == x.shape
-        each = scale.repeat_interleave(block, 2)[:, :, :700, None]
-        assert ((levels * each - x.float()).abs() <= each * 0.501).all()
-    assert not operands[0][:, 0].any() and not operands[1][:, 0].any(), "zeros have scale zero"
+    assert operands == [None] * 4

@@ -82,10 +82,10 @@ ORDER = (
     "call reference",
     "head_settings",
     "policy",
-    "order call_stats",
+    "order stats",
     "checks torch_attention",
     "kernels",
-    "blocks compiling errors failures stats weak_cache",
+    "blocks compiling errors failures weak_cache",
 )
 #: Imports upwards that still are, each half of two parts that import each other.
 UPWARDS = {

@@ -17,18 +17,5 @@ Every parameter is honoured, or refused with `Unsupported` and a reason. What di
 The modules have upstream's names: `core`, `autotune`, `utils`.
 """
 
-from .core import (
-    block_sparse_sage2_attn_cuda,
-    spas_sage2_attn_meansim_cuda,
-    spas_sage2_attn_meansim_topk_cuda,
-    spas_sage_attn_meansim_cuda,
-    spas_sage_attn_meansim_topk_cuda,
-)
-
-__all__ = [
-    "block_sparse_sage2_attn_cuda",
-    "spas_sage2_attn_meansim_cuda",
-    "spas_sage2_attn_meansim_topk_cuda",
-    "spas_sage_attn_meansim_cuda",
-    "spas_sage_attn_meansim_topk_cuda",
-]
+from .core import *  # noqa: F403
+from .core import __all__  # noqa: F401

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Upstream's attention functions, under their names, parameters and order."""
+"""Upstream's attention functions, and its block masks: 128 x 64 tokens a block, or 64 x 128."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..attention import attention
+from ..blocks import KEY_BLOCK, QUERY_BLOCK, block_count
+from ..checks.validate import as_heads_first
 from ..errors import Unsupported
 from ..policy import PerHead, SparsePolicy
 from ..stats import AttentionStats
-from .mask import read_block_mask
 
 __all__ = [
     "block_sparse_sage2_attn_cuda",
@@ -56,12 +58,15 @@ def spas_sage2_attn_meansim_topk_cuda(
     In place of `attn_mask`, which upstream never reads, engines give the layout; it may be that of
     `tensor_layout`.
     """
-    policy = meansim_policy(topk, cdfthreshd, simthreshd1, pvthreshd, attention_sink, smooth_k)
-    is_layout = isinstance(attn_mask, str) and attn_mask == tensor_layout
-    refuse_mask_and_dropout(None if is_layout else attn_mask, dropout_p)
+    if not isinstance(attn_mask, str) or attn_mask != tensor_layout:
+        refuse_mask(attn_mask)
+    policy = meansim_policy(
+        topk, cdfthreshd, simthreshd1, pvthreshd=pvthreshd, attention_sink=attention_sink,
+        smooth_k=smooth_k,
+    )  # fmt: skip
     return _attend(
-        q, k, v, policy, is_causal, scale, None, tensor_layout, output_dtype, return_sparsity,
-        return_lse,
+        q, k, v, policy, dropout_p, return_sparsity, return_lse, layout=tensor_layout, scale=scale,
+        causal="top-left" if is_causal else None, output_dtype=output_dtype,
     )  # fmt: skip
 
 
@@ -116,14 +121,13 @@ def block_sparse_sage2_attn_cuda(
     Masks of 64 x 128 blocks, which upstream takes on Hopper, are read as `read_block_mask` says.
     `attention_sink` adds the first block of 64 keys for every query.
     """
-    refuse_mask_and_dropout(None, dropout_p)
     mask = read_block_mask(mask_id, q, k, tensor_layout)
     if attention_sink:
         mask[..., 0] = True
-    policy = SparsePolicy(smooth_k=smooth_k, pvthreshd=_threshold(pvthreshd))
+    policy = SparsePolicy(smooth_k=smooth_k, pvthreshd=pvthreshd)
     return _attend(
-        q, k, v, policy, False, scale, mask, tensor_layout, output_dtype, return_sparsity,
-        return_lse,
+        q, k, v, policy, dropout_p, return_sparsity, return_lse, layout=tensor_layout, scale=scale,
+        block_mask=mask, output_dtype=output_dtype,
     )  # fmt: skip
 
 
@@ -134,12 +138,7 @@ def get_cuda_arch_versions() -> list[str]:
 
 
 def meansim_policy(
-    topk: PerHead | None,
-    cdfthreshd: PerHead | None,
-    simthreshd1: PerHead,
-    pvthreshd: PerHead,
-    attention_sink: bool,
-    smooth_k: bool,
+    topk: PerHead | None, cdfthreshd: PerHead | None, simthreshd1: PerHead, **others: Any
 ) -> SparsePolicy:
     """The policy that upstream's thresholds stand for."""
     if (topk is None) == (cdfthreshd is None):
@@ -147,16 +146,10 @@ def meansim_policy(
             f"topk is {topk} and cdfthreshd is {cdfthreshd}: set exactly one of them and pass "
             "None for the other."
         )
-    return SparsePolicy(
-        select_by="cdf" if topk is None else "topk",
-        topk=0.5 if topk is None else _threshold(topk),
-        cdfthreshd=1.0 if cdfthreshd is None else _threshold(cdfthreshd),
-        simthreshd1=_threshold(simthreshd1),
-        pvthreshd=_threshold(pvthreshd),
-        attention_sink=attention_sink,
-        keep_diagonal=False,
-        smooth_k=smooth_k,
-    )
+    selection: dict[str, Any] = {"select_by": "topk", "topk": topk}
+    if topk is None:
+        selection = {"select_by": "cdf", "cdfthreshd": cdfthreshd}
+    return SparsePolicy(**selection, simthreshd1=simthreshd1, keep_diagonal=False, **others)
 
 
 def _attend(
@@ -164,51 +157,54 @@ def _attend(
     k: Tensor,
     v: Tensor,
     policy: SparsePolicy,
-    is_causal: bool,
-    scale: float | None,
-    block_mask: Tensor | None,
-    layout: str,
-    output_dtype: torch.dtype | None,
+    dropout_p: float,
     return_sparsity: bool,
     return_lse: bool,
+    **options: Any,
 ) -> Result:
+    if dropout_p != 0:
+        raise Unsupported(f"dropout_p is {dropout_p}; there is no dropout here: pass 0.")
     stats = AttentionStats(q.device) if return_sparsity else None
-    more: list[float | Tensor] = []
-    library: Any = attention
-    out = library(
-        q,
-        k,
-        v,
-        policy,
-        layout=layout,
-        causal="top-left" if is_causal else None,
-        scale=scale,
-        block_mask=block_mask,
-        stats=stats,
-        output_dtype=output_dtype,
-        return_lse=return_lse,
-    )
-    if return_lse:
-        out, *more = out
+    found: Any = attention(q, k, v, policy, stats=stats, return_lse=return_lse, **options)
+    out, *more = found if return_lse else (found,)
     if stats is not None:
         more.insert(0, 1.0 - stats.density)
     return (out, *more) if more else out
 
 
-def refuse_mask_and_dropout(attn_mask: Tensor | str | None, dropout_p: float) -> None:
-    if isinstance(attn_mask, str):
-        raise Unsupported(
-            f"attn_mask is {attn_mask!r}, which nobody reads there: give tensor_layout by its name."
-        )
+def refuse_mask(attn_mask: object) -> None:
     if attn_mask is not None:
+        given = repr(attn_mask) if isinstance(attn_mask, str) else "given"
         raise Unsupported(
-            "attn_mask is given; sparse attention takes no element mask: use is_causal, cut the "
-            "padding off, pass a mask_id of blocks, or stay dense."
+            f"attn_mask is {given}; sparse attention takes no element mask, and nothing but the "
+            "layout in its place: use is_causal, cut the padding off, pass a mask_id of blocks, or "
+            "stay dense; give tensor_layout by its name."
         )
-    if dropout_p != 0:
-        raise Unsupported(f"dropout_p is {dropout_p}; there is no dropout here: pass 0.")
 
 
-def _threshold(value: PerHead) -> PerHead:
-    """Turns integer tensors, which upstream accepted, into floating point."""
-    return value.float() if isinstance(value, Tensor) else value
+def read_block_mask(mask_id: Tensor | None, q: Tensor, k: Tensor, layout: str) -> Tensor:
+    """A new bool mask (B, H, ceil(Nq / 128), ceil(Nk / 64)) that keeps all that `mask_id` keeps.
+
+    `mask_id` of that shape is read as it is. One of shape (B, H, ceil(Nq / 64), ceil(Nk / 128)) has
+    Hopper's blocks: a row keeps what either of the two rows it covers keeps, and a column becomes
+    two. That is exact where those two rows agree, and keeps more where they do not; what is kept
+    counts in the density. Both shapes are one and the same only for a single block of at most 64
+    queries and 64 keys, which means the same in either.
+    """
+    (*heads, queries, _), keys = (as_heads_first(*x, layout).shape for x in (("q", q), ("k", k)))
+    takes, hopper = (
+        (*heads, block_count(queries, rows), block_count(keys[2], columns))
+        for rows, columns in ((QUERY_BLOCK, KEY_BLOCK), (KEY_BLOCK, QUERY_BLOCK))
+    )
+    shape = tuple(mask_id.shape) if isinstance(mask_id, Tensor) else None
+    if mask_id is not None and shape == takes:
+        return mask_id != 0
+    if mask_id is None or shape != hopper:
+        given = "None" if mask_id is None else f"of shape {shape}"
+        raise Unsupported(
+            f"mask_id is {given}; it is a tensor that says which blocks to keep, of shape {takes}: "
+            f"batch, query heads, blocks of {QUERY_BLOCK} queries, blocks of {KEY_BLOCK} keys, or "
+            f"{hopper} with blocks of {KEY_BLOCK} queries and {QUERY_BLOCK} keys, on every GPU."
+        )
+    halves = pad(mask_id != 0, (0, 0, 0, 2 * takes[2] - hopper[2])).unflatten(2, (-1, 2))
+    return halves.any(3).repeat_interleave(2, -1)[..., : takes[3]]

@@ -11,10 +11,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..blocks import KEY_BLOCK, QUERY_BLOCK, block_count
-from ..checks.argument import flag
 from ..checks.validate import as_heads_first, check_pair
 from ..errors import Unsupported
-from ..policy import PV_FILTER_OFF, PerHead, SparsePolicy
+from ..policy import PerHead, SparsePolicy
 from ..reference import Operands, route
 from ..stages.as_written import as_written
 from .core import meansim_policy
@@ -23,7 +22,6 @@ __all__ = ["get_block_map_meansim", "get_block_map_meansim_fuse_quant"]
 
 #: Sizes of upstream's blocks: queries and keys, on most GPUs and on sm_90.
 SIZES = ((QUERY_BLOCK, KEY_BLOCK), (KEY_BLOCK, QUERY_BLOCK))
-INT8_MAX = 127.0
 
 
 @torch.no_grad()
@@ -46,27 +44,23 @@ def get_block_map_meansim(
     attention does. The reference chooses, on the tensors' device, a head at a time. It chooses
     blocks of 128 x 64; a map of 64 x 128 has every block that holds a part of one.
     """
-    if (BLKQ, BLKK) not in SIZES:
+    if (BLKQ, BLKK) not in SIZES or return_lut or not is_sparse:
         raise Unsupported(
-            f"BLKQ is {BLKQ} and BLKK {BLKK}; blocks of {QUERY_BLOCK} x {KEY_BLOCK} and of "
-            f"{KEY_BLOCK} x {QUERY_BLOCK} tokens are served: pass one of these."
-        )
-    if return_lut:
-        raise Unsupported(
-            "return_lut is True; there are no lookup tables here: take the map, and give it to "
+            f"BLKQ is {BLKQ}, BLKK {BLKK}, return_lut {return_lut} and is_sparse {is_sparse}; maps "
+            f"of {QUERY_BLOCK} x {KEY_BLOCK} and {KEY_BLOCK} x {QUERY_BLOCK} tokens a block are "
+            "served, without lookup tables, and with is_sparse=True: give the map to "
             "block_sparse_sage2_attn_cuda."
         )
-    if not is_sparse:
-        raise Unsupported("is_sparse is False, which never had an effect: pass True, or topk=1.")
     q, k = as_heads_first("q", q, "HND"), as_heads_first("k", k, "HND")
     check_pair(q, k)
-    is_causal = flag("is_causal", is_causal)
     if is_causal and q.shape[2] != k.shape[2]:
         raise Unsupported(
             f"is_causal with {q.shape[2]} queries and {k.shape[2]} keys does not say which keys a "
             "query sees: give as many keys as queries."
         )
-    policy = meansim_policy(topk, cdfthreshd, simthreshd1, PV_FILTER_OFF, attention_sink, False)
+    policy = meansim_policy(
+        topk, cdfthreshd, simthreshd1, attention_sink=attention_sink, smooth_k=False
+    )
     policy.head_thresholds(q.shape[1], q.device)  # refuses tensors of other numbers of heads
     with as_written(q.device):
         kept = torch.cat([_kept(q, k, head, policy, is_causal) for head in range(k.shape[1])], 1)
@@ -76,7 +70,6 @@ def get_block_map_meansim(
     return pairs.repeat_interleave(2, -2)[..., : block_count(q.shape[2], BLKQ), :]
 
 
-@torch.no_grad()
 def get_block_map_meansim_fuse_quant(
     q: Tensor,
     k: Tensor,
@@ -85,12 +78,12 @@ def get_block_map_meansim_fuse_quant(
     BLKQ: int = 128,  # noqa: N803
     BLKK: int = 64,  # noqa: N803
     **thresholds: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Map of q and k - km as `get_block_map_meansim` gives it, and both in INT8: (map, q levels, q
-    scale, k levels, k scale), levels of their shapes, scales (B, H, blocks) float32."""
+) -> tuple[Tensor, None, None, None, None]:
+    """Map of q and k - km as `get_block_map_meansim` gives it. None stands for q and k in INT8 and
+    their scales, which only upstream's kernels read."""
     k = k if km is None else k - km
     kept = get_block_map_meansim(q, k, is_causal, BLKQ, BLKK, **thresholds)
-    return kept, *_int8_blocks(q, BLKQ), *_int8_blocks(k, BLKK)
+    return kept, None, None, None, None
 
 
 def _kept(q: Tensor, k: Tensor, head: int, policy: SparsePolicy, is_causal: bool) -> Tensor:
@@ -102,11 +95,3 @@ def _kept(q: Tensor, k: Tensor, head: int, policy: SparsePolicy, is_causal: bool
     x = Operands.of(q[:, heads], keys, keys[..., :1], smooth_k=False)
     policy = replace(policy, **thresholds)
     return route(x, policy, scale=x.head_dim**-0.5, is_causal=is_causal).kept
-
-
-def _int8_blocks(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """Levels of x (B, H, N, D), and the scale of each block; that of a block of zeros is 0."""
-    blocks = pad(x.float(), (0, 0, 0, -x.shape[2] % block)).unflatten(2, (-1, block))
-    scale = blocks.abs().amax((-2, -1)) / INT8_MAX
-    levels = (blocks / scale.masked_fill(scale == 0, 1)[..., None, None]).round()
-    return levels.to(torch.int8).flatten(2, 3)[:, :, : x.shape[2]].contiguous(), scale

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -49,6 +49,18 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Served]:
 
     monkeypatch.setattr(module, "attention", attention)
     return seen
+
+
+@pytest.fixture
+def inference(one_thread: None) -> Iterator[None]:
+    with torch.inference_mode():
+        yield
+
+
+@pytest.fixture
+def no_gradients(one_thread: None) -> Iterator[None]:
+    with torch.no_grad():
+        yield
 
 
 @pytest.fixture

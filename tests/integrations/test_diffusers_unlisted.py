@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pipelines of diffusers whose transformers have no row: their steps, and what the line says."""
+"""Transformers of diffusers that have no row: their steps, what the line says, and that all their
+self-attention is counted, wherever in the model it stands."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.nn import functional
 
 from tests.integrations.needed import REASON
 
@@ -16,12 +20,14 @@ pytest.importorskip("diffusers", reason=REASON)
 
 from sparge.integrations.diffusers import Handle, enable
 from sparge.integrations.diffusers.steps import COND, Steps
+from sparge.sdpa import AttentionMode
+from tests.tiny_models.pipelines import drawn, flow
 
 diffusers: Any = sys.modules["diffusers"]  # its parts are found when they are asked for
 
 pytestmark = pytest.mark.usefixtures("reference_allowed", "no_mode_left")
 
-STEPS, WIDTH = 4, 32
+LEAST, TEXT, WIDTH, STEPS = 64, 26, 32, 4
 SIZE: dict[str, Any] = {"height": 320, "width": 320, "num_inference_steps": STEPS}
 
 
@@ -94,29 +100,34 @@ def test_inputs_without_the_usual_names_are_said_once() -> None:
     assert handle.line.startswith("NOTHING WAS SPARSE; Renamed is not known here")
 
 
+class OneBlock(nn.Module):
+    """Transformer whose block is a function of its latent and its text."""
+
+    def __init__(self, attend: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.transformer_blocks = nn.ModuleList([nn.Identity()])
+        self.transformer_blocks[0].forward = attend
+
+    def forward(
+        self, hidden_states: Tensor, timestep: Tensor, encoder_hidden_states: Tensor | None = None
+    ) -> Tensor:
+        return self.transformer_blocks[0](hidden_states, encoder_hidden_states)
+
+
+def once(attend: Callable[..., Tensor], *given: Tensor, topk: float) -> tuple[Handle, Tensor]:
+    """Handle and result of one step of a pipeline with such a transformer."""
+    pipe = SimpleNamespace(transformer=OneBlock(attend), scheduler=flow())
+    pipe.scheduler.set_timesteps(1)
+    latent, *text = given
+    with enable(pipe, "manual", topk=topk, min_tokens=100, start_percent=0.0) as handle:
+        return handle, pipe.transformer(latent, pipe.scheduler.timesteps, *text)
+
+
 def test_a_model_with_cross_attention_alone_says_so() -> None:
-    class Linear(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.transformer_blocks = torch.nn.ModuleList([torch.nn.Identity()])
-            self.transformer_blocks[0].forward = self._attend
+    def attend(x: Tensor, text: Tensor) -> Tensor:
+        return functional.scaled_dot_product_attention(x, text[:, None], text[:, None])
 
-        def _attend(self, x: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-            return torch.nn.functional.scaled_dot_product_attention(x, text, text)
-
-        def forward(
-            self,
-            hidden_states: torch.Tensor,
-            timestep: torch.Tensor,
-            encoder_hidden_states: torch.Tensor,
-        ) -> torch.Tensor:
-            return self.transformer_blocks[0](hidden_states, encoder_hidden_states[:, None])
-
-    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
-    scheduler.set_timesteps(1)
-    pipe = SimpleNamespace(transformer=Linear(), scheduler=scheduler)
-    with enable(pipe, "manual", min_tokens=100) as handle, torch.inference_mode():
-        pipe.transformer(torch.randn(1, 2, 320, 64), scheduler.timesteps, torch.randn(1, 9, 64))
+    handle, _ = once(attend, torch.randn(1, 2, 320, 64), torch.randn(1, 9, 64), topk=0.3)
     assert handle.result is not None and handle.result.counts.cross == 1
     assert handle.line == "NOTHING WAS SPARSE; all attention calls were cross-attention"
 
@@ -124,33 +135,17 @@ def test_a_model_with_cross_attention_alone_says_so() -> None:
 def test_sound_that_attends_to_the_picture_is_exact_as_it_is_short() -> None:
     """LTX-2: 80 tokens of sound, and a clip of 144."""
 
-    class Both(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.transformer_blocks = torch.nn.ModuleList([torch.nn.Identity()])
-            self.transformer_blocks[0].forward = self._attend
+    def attend(x: Tensor, text: None = None) -> Tensor:
+        sound = x[:, :, :80]
+        return torch.cat([
+            functional.scaled_dot_product_attention(q, k, k)
+            for q, k in ((x, x), (sound, sound), (sound, x), (x, sound))
+        ], 2)  # fmt: skip
 
-        def _attend(self, x: torch.Tensor) -> torch.Tensor:
-            sound = x[:, :, :80]
-            return torch.cat([
-                torch.nn.functional.scaled_dot_product_attention(q, k, k)
-                for q, k in ((x, x), (sound, sound), (sound, x), (x, sound))
-            ], 2)  # fmt: skip
-
-        def forward(self, hidden_states: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
-            return self.transformer_blocks[0](hidden_states)
-
-    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
-    scheduler.set_timesteps(1)
-    pipe, given = (
-        SimpleNamespace(transformer=Both(), scheduler=scheduler),
-        torch.randn(1, 2, 144, 64),
-    )
-    native = pipe.transformer(given, scheduler.timesteps)
-    with enable(pipe, "manual", topk=0.1, min_tokens=100, start_percent=0.0) as handle:
-        out = pipe.transformer(given, scheduler.timesteps)
+    given = torch.randn(1, 2, 144, 64)
+    handle, out = once(attend, given, topk=0.1)
     assert handle.result is not None and handle.result.counts.sparse == 1
-    assert torch.equal(out[:, :, 144:], native[:, :, 144:])
+    assert torch.equal(out[:, :, 144:], attend(given)[:, :, 144:])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -161,9 +156,113 @@ def test_steps_of_a_model_without_a_row(end: int, form: str, dtype: torch.dtype)
     given = {"t": timesteps, "t / 1000": timesteps / 1000, "1 - t / 1000": 1 - timesteps / 1000}
     steps = Steps(timesteps)
     for number, timestep in enumerate(given[form].to(dtype)):
-        assert steps.advance(timestep[None], None, COND) and steps.now == number
-    assert steps.is_last and steps.are_known
+        assert steps.advance(timestep[None], COND) and steps.now == number
+    assert steps.is_last and steps.unknown is None
     only = Steps(timesteps[:1])
-    assert only.advance(given[form][:1].to(dtype), None, COND) and only.is_last
+    assert only.advance(given[form][:1].to(dtype), COND) and only.is_last
     unknown = Steps(timesteps)
-    assert unknown.advance(torch.tensor([-70.0]), None, COND) and not unknown.are_known
+    assert unknown.advance(torch.tensor([-70.0]), COND) and unknown.unknown
+
+
+def wan_vace() -> tuple[nn.Module, dict[str, Any]]:
+    """Its control blocks stand in a list of their own."""
+    model = diffusers.WanVACETransformer3DModel(
+        patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=64, in_channels=4,
+        out_channels=4, text_dim=WIDTH, freq_dim=32, ffn_dim=64, num_layers=2,
+        rope_max_seq_len=64, vace_layers=[0, 1], vace_in_channels=8,
+    )  # fmt: skip
+    return model, {
+        "hidden_states": drawn(1, 4, 3, 12, 10, seed=1),
+        "control_hidden_states": drawn(1, 8, 3, 12, 10, seed=2),
+        "encoder_hidden_states": drawn(1, TEXT, WIDTH, seed=3),
+    }
+
+
+def aura_flow() -> tuple[nn.Module, dict[str, Any]]:
+    """The first of its lists has no usual name."""
+    model = diffusers.AuraFlowTransformer2DModel(
+        sample_size=24, patch_size=2, in_channels=4, num_mmdit_layers=2, num_single_dit_layers=2,
+        attention_head_dim=64, num_attention_heads=2, joint_attention_dim=WIDTH,
+        caption_projection_dim=128, out_channels=4, pos_embed_max_size=144,
+    )  # fmt: skip
+    text = drawn(1, TEXT, WIDTH, seed=3)
+    return model, {"hidden_states": drawn(1, 4, 24, 24, seed=1), "encoder_hidden_states": text}
+
+
+class Attention(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.scaled_dot_product_attention(x, x, x)
+
+
+class Parts(nn.Module):
+    """Long and short attention in no list, and a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transformer_blocks = nn.ModuleList([Attention()])
+        self.pooling, self.norm = nn.Sequential(nn.Identity(), Attention()), nn.LayerNorm(64)
+
+    def forward(self, hidden_states: Tensor, timestep: Tensor) -> Tensor:
+        short = self.pooling(hidden_states[:, :, : LEAST - 1])
+        x = self.norm(self.pooling(hidden_states)) + short.mean()
+        return self.transformer_blocks[0](x)
+
+
+def own() -> tuple[nn.Module, dict[str, Any]]:
+    return Parts(), {"hidden_states": drawn(1, 2, 200, 64, seed=1)}
+
+
+def loop(model: nn.Module, given: dict[str, Any], pipe: Any) -> None:
+    for t in pipe.scheduler.timesteps:
+        model(timestep=t[None].bfloat16() / 1000, **given)
+
+
+@pytest.mark.parametrize(
+    ("made", "beside"), [(wan_vace, 0), (aura_flow, 0), (own, 1)], ids=["VACE", "AuraFlow", "own"]
+)
+def test_sparse_and_dense_calls_are_those_that_came(
+    made: Callable[[], tuple[nn.Module, dict[str, Any]]], beside: int
+) -> None:
+    torch.manual_seed(0)
+    model, given = made()
+    pipe = SimpleNamespace(transformer=model.bfloat16().eval(), scheduler=flow())
+    pipe.scheduler.set_timesteps(STEPS)
+    seen: list[int] = []
+
+    def see(query: Tensor, key: Tensor, *_: Any, **__: Any) -> None:
+        if query.shape[2] == key.shape[2] >= LEAST:
+            seen.append(query.shape[2])
+
+    with torch.no_grad():
+        with AttentionMode(see):
+            loop(model, given, pipe)
+        with enable(pipe, "manual", topk=0.3, min_tokens=LEAST, start_percent=0.0) as handle:
+            loop(model, given, pipe)
+    assert handle.result is not None
+    counts = handle.result.counts
+    assert counts.sparse + counts.dense == len(seen) and counts.dense == beside * STEPS
+    assert handle.line.startswith(f"{counts.sparse} of {len(seen)} calls were sparse")
+
+
+def test_a_controlnet_that_is_not_served_is_told() -> None:
+    model, given = own()
+    pipe = SimpleNamespace(transformer=model.bfloat16(), scheduler=flow(), controlnet=nn.Identity())
+    pipe.scheduler.set_timesteps(1)
+    with enable(pipe, "manual", min_tokens=LEAST, start_percent=0.0) as handle:
+        loop(model, given, pipe)
+    assert "the attention of the pipeline's controlnet is native, and not counted" in handle.line
+
+
+def test_a_scheduler_without_timesteps_leaves_it_dense() -> None:
+    model = OneBlock(lambda x, text: functional.scaled_dot_product_attention(x, x, x))
+    pipe, latent = SimpleNamespace(transformer=model, scheduler=flow()), torch.randn(1, 2, 200, 64)
+    with enable(pipe, "manual", min_tokens=LEAST, start_percent=0.0) as handle:
+        pipe.scheduler.timesteps = None
+        for _ in range(2):
+            model(latent, torch.ones(1))
+        assert handle.result is not None and handle.result.counts.dense == 2
+        assert handle.line.startswith("NOTHING WAS SPARSE; the scheduler has no timesteps")
+        pipe.scheduler.timesteps = torch.tensor([1000.0])
+        model(latent, pipe.scheduler.timesteps)
+    assert handle.result is not None and handle.result.counts.sparse == 1
+    assert "OneBlock is not known here" in handle.line

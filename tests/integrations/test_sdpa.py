@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from benchmarks.metrics import rel_l2
 from sparge import padding, weak_cache
 from sparge.torch_attention import exact_attention
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("no_gradients")
 
 torch_attention: Callable[..., Tensor] = functional.scaled_dot_product_attention
 WHOLE = sparge.SparsePolicy(topk=1.0)
@@ -27,12 +27,6 @@ TOKENS = 320
 PLACES = torch.arange(TOKENS)
 REAL = torch.stack([PLACES < 250, PLACES < TOKENS])
 ADDED = torch.zeros(2, 1, 1, TOKENS, dtype=torch.bfloat16)
-
-
-@pytest.fixture(autouse=True)
-def inference() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 def added(real: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 
 import pytest
 import torch
@@ -15,16 +15,10 @@ from torch.nn import functional
 import sparge
 from sparge.session import Call
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("no_gradients")
 
 torch_attention: Callable[..., Tensor] = functional.scaled_dot_product_attention
 WHOLE, TOKENS = sparge.SparsePolicy(topk=1.0), 320
-
-
-@pytest.fixture(autouse=True)
-def inference() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 def test_contexts_nest_and_the_inner_one_comes_first(make_qkv) -> None:

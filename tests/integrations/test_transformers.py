@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +20,7 @@ transformers: Any = pytest.importorskip("transformers", "5.24", reason="needs tr
 from sparge.integrations.transformers import enable  # noqa: E402
 from sparge.integrations.transformers.causal_mask import CausalMask  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("inference")
 
 WHOLE = sparge.SparsePolicy(topk=1.0, attention_sink=True)
 TOKENS, LEAST, LAYERS = 320, 100, 2
@@ -31,12 +30,6 @@ LEFT = torch.stack([PLACES >= 0, PLACES >= 120]).long()
 RIGHT = LEFT.flip(1)
 FEW = f"fewer than {LEAST} queries or keys (min_tokens)"
 MASK = "a mask that hides other keys from some queries"
-
-
-@pytest.fixture(autouse=True)
-def inference() -> Iterator[None]:
-    with torch.inference_mode():
-        yield
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ print(handle.line)
 """
 
 from .backend import register_backend
-from .enable import enable
-from .handle import Handle
+from .handle import Handle, enable
 
 __all__ = ["Handle", "enable", "register_backend"]

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from enum import Enum
 from typing import Any
 
 from torch import Tensor
 
-from ...call_stats import CallStats
 from ...errors import Unsupported
 from ...policy import SparsePolicy
 from ...sdpa import MIN_TOKENS, Substitute
+from ...stats import CallStats
 from ...torch_attention import TorchCall
 
 NAME = "sparge"
@@ -40,13 +39,18 @@ def register_backend(policy: SparsePolicy | None = None, min_tokens: int = MIN_T
     replaces policy and counts.
 
     Raises:
-        Unsupported: this version of diffusers has no such list, or a backend of that name.
+        Unsupported: this version of diffusers has no such list.
     """
     stats = CallStats()
     serve = Substitute.checked(policy, min_tokens, stats).sparse
     stats.prepare()
-    registry, names = _registry()
-    native: Callable[..., Tensor] = registry._backends[names.NATIVE]
+    try:
+        dispatch: Any = importlib.import_module("diffusers.models.attention_dispatch")
+        registry, names = dispatch._AttentionBackendRegistry, dispatch.AttentionBackendName
+        native: Callable[..., Tensor] = registry._backends[names.NATIVE]
+        name = _member(names)
+    except (ImportError, AttributeError, KeyError) as error:
+        raise Unsupported(NO_REGISTRY) from error
 
     # diffusers reads the names of arguments, and leaves out those that are not here.
     def sparge_attention(
@@ -73,31 +77,14 @@ def register_backend(policy: SparsePolicy | None = None, min_tokens: int = MIN_T
             return native(query, key, value, attn_mask, dropout_p, is_causal, **options)
         return out.transpose(1, 2)
 
-    registry.register(_member(registry, names))(sparge_attention)
+    registry.register(name)(sparge_attention)
     return stats
 
 
-def _registry() -> tuple[Any, Any]:
-    """List of diffusers' backends, and the enum of their names."""
-    try:
-        dispatch: Any = importlib.import_module("diffusers.models.attention_dispatch")
-        registry: Any = dispatch._AttentionBackendRegistry
-        names: Any = dispatch.AttentionBackendName
-        native = dispatch.AttentionBackendName.NATIVE
-        if not issubclass(names, Enum) or native not in registry._backends:
-            raise Unsupported(NO_REGISTRY)
-    except (ImportError, AttributeError) as error:
-        raise Unsupported(NO_REGISTRY) from error
-    return registry, names
-
-
-def _member(registry: Any, names: Any) -> Any:
+def _member(names: Any) -> Any:
     """Name of our backend in the enum, which has no public way to add one."""
-    known = names._value2member_map_.get(NAME)
-    if known is not None:
-        if getattr(registry._backends.get(known), "__module__", None) != __name__:
-            raise Unsupported(f"diffusers has a backend named {NAME!r} of its own.")
-        return known
+    if NAME in names._value2member_map_:
+        return names(NAME)
     member = str.__new__(names, NAME)
     member._name_, member._value_ = NAME.upper(), NAME
     names._member_map_[member._name_] = member

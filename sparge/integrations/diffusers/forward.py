@@ -1,60 +1,119 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One forward pass of a transformer of diffusers: numbers its attention calls by block."""
+"""One forward pass of a model that calls `scaled_dot_product_attention`: numbers those calls by
+block."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from functools import cached_property
 
 from torch import Tensor
 
-from ...session import Dense, Kind, Layer, Pass
-from ...torch_attention import TORCH_ATTENTION, TorchCall, as_autocast
-from .call import SdpaCall
+from ...checks.validate import check_inference
+from ...errors import Unsupported
+from ...session import Call, CallFacts, GivenCall, Kind, Layer, Pass
+from ...torch_attention import TORCH_ATTENTION, as_autocast
 
 BESIDE_BLOCKS = "attention beside the model's blocks"
 
 
+@dataclass(frozen=True, eq=False)
+class SdpaCall(GivenCall):
+    """One call: q (B, H, N, D), k and v (B, Hkv, M, D), a mask that broadcasts to (B, H, N, M).
+
+    Results of `tensors` are (B, N, H, D), the layout that transformers go on with; those of
+    `of_tensors` are (B, H, N, D).
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None = None
+    scale: float | None = None
+    options: tuple[str, ...] = ()
+    """Names of arguments that change the result and are not served."""
+    layout: str = "NHD"
+
+    @cached_property
+    def tensors(self) -> Call | str:
+        q, k, v = self.q, self.k, self.v
+        if not q.ndim == k.ndim == v.ndim == 4 or k.shape != v.shape or q.shape[1] % k.shape[1]:
+            sizes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+            return f"the model sends shapes that are not served: {sizes}"
+        try:  # before it is measured
+            check_inference(q, k, v, *(() if self.mask is None else (self.mask,)))
+        except Unsupported as refusal:
+            return refusal.reason
+        return Call(q, k, v, self.scale, self.layout, by_backend=self.mask is None)
+
+    @cached_property
+    def facts(self) -> CallFacts:
+        return CallFacts(
+            query_tokens=self.q.shape[-2],
+            key_tokens=self.k.shape[-2],
+            has_mask=self.mask is not None,
+            masks_keys=self.key_mask is not None,
+            unknown_options=self.options,
+            heads=self.q.shape[:-2].numel(),
+        )
+
+    @property
+    def key_mask(self) -> Tensor | None:
+        """Mask of one row of keys, maybe repeated for each head (Allegro), or of queries and keys
+        (HunyuanVideo 1.5)."""
+        mask, (batch, heads, queries, _) = self.mask, self.q.shape
+        if mask is None or mask.ndim != 4 or mask.shape[3] != self.k.shape[-2]:
+            return None
+        of_call = mask.shape[0] in (1, batch) and mask.shape[1] in (1, heads)
+        return mask if of_call and mask.shape[2] in (1, queries) else None
+
+    def of_tensors(self, call: Call) -> SdpaCall:
+        return SdpaCall(call.q, call.k, call.v, scale=self.scale, layout="HND")
+
+
 @dataclass(kw_only=True)
 class Forward(Pass):
-    """One forward pass; its hooks say which block runs."""
+    """One forward pass; whoever drives it says which block runs."""
 
     _calls: Counter[int] = field(default_factory=Counter, repr=False)
     """Number of the clip's self-attention calls of each block so far."""
 
-    def attend(self, given: SdpaCall, block: int, dense: Dense) -> Tensor:
-        """Result of a call, sparse when nothing speaks against it, else from dense(). block: number
-        of the running one."""
-        decision, numbered = self.decision(given), bool(self.layout.blocks)
-        facts = given.facts
-        long = min(facts.query_tokens, facts.key_tokens) >= self.layout.grid_tokens
-        counts = decision.kind is not Kind.CROSS and long
-        place = block if numbered else 0
-        earlier = self._calls[place]
-        # Without blocks each call is a layer.
-        number, again = (block, earlier) if numbered else (earlier, 0)
-        layer = Layer(number, self.layout.row(number, again), beside=not counts)
-        self._calls[place] += counts
-        return self.serve(given, decision, layer, dense)
-
-    def attend_torch(self, block: int | None, *args: Any, **kwargs: Any) -> Tensor | None:
-        """Result of a call with the arguments of `scaled_dot_product_attention`, as `attend` has
-        it. block: None beside the blocks, where a call is torch's, and counted where it is long."""
-        given = TorchCall(*args, **kwargs)
-        options = {"dropout_p": given.dropout_p > 0, "is_causal": given.is_causal}
+    def attend_torch(
+        self,
+        block: int | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor | None:
+        """Result of a call of `scaled_dot_product_attention`, sparse when nothing speaks against
+        it. block: number of the running one; None beside the blocks, where a call is torch's, and
+        counted where it is long."""
+        options = {"dropout_p": dropout_p > 0, "is_causal": is_causal}
         changing = tuple(name for name, changes in options.items() if changes)
-        q, k, v = (as_autocast(x) for x in (given.query, given.key, given.value))
-        call = SdpaCall(q, k, v, given.attn_mask, given.scale, changing)
+        q, k, v = (as_autocast(x) for x in (query, key, value))
+        given = SdpaCall(q, k, v, attn_mask, scale, changing)
+        decision, facts = self.decision(given), given.facts
+        is_self = decision.kind is not Kind.CROSS
         if block is None:
-            decision = self.decision(call)
-            if (
-                decision.kind is not Kind.CROSS
-                and decision.tokens >= self.session.settings.min_tokens
-            ):
+            if is_self and decision.tokens >= self.session.settings.min_tokens:
                 self.session.counts.add_dense(BESIDE_BLOCKS, decision.tokens, False)
             return None
-        exact = partial(TORCH_ATTENTION, *args, **kwargs)
-        # Results of a pass have tokens first.
-        return self.attend(call, block, lambda: exact().transpose(1, 2)).transpose(1, 2)
+        counts = is_self and min(facts.query_tokens, facts.key_tokens) >= self.layout.grid_tokens
+        place = block if self.layout.blocks else 0
+        earlier = self._calls[place]
+        self._calls[place] += counts
+        # Without blocks each call is a layer.
+        number, again = (block, earlier) if self.layout.blocks else (earlier, 0)
+        layer = Layer(number, self.layout.row(number, again), beside=not counts)
+
+        def exact() -> Tensor:
+            call = query, key, value, attn_mask, dropout_p, is_causal
+            return TORCH_ATTENTION(*call, scale=scale, enable_gqa=enable_gqa).transpose(1, 2)
+
+        return self.serve(given, decision, layer, exact).transpose(1, 2)

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Handle of a pipeline whose attention is sparse: its runs, one a call of the pipeline."""
+"""`enable`: the attention of a pipeline's transformers, sparse where that pays; and the handle of
+that, whose runs are one a call of the pipeline."""
 
 from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -12,13 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...checks.argument import check_kind
 from ...compiling import has_been_traced
 from ...failures import MEANT_FOR_HOST, Failures
 from ...kernels import capabilities
 from ...kernels.warmup import warm_up
+from ...policy import SparsePolicy
 from ...session import (
+    AUTO_BUDGET,
+    AUTO_QUALITY,
     FAILED,
+    MANUAL,
     PLAIN,
+    QUALITIES,
     Report,
     Session,
     Settings,
@@ -30,48 +38,113 @@ from ...session import (
 )
 from .forward import Forward
 from .hooks import TransformerHooks
-from .layout import layout_of
-from .rows import row_of
-from .shared import ranks_of
+from .layout import layout_of, ranks_of
 from .steps import Prompts, Steps
 
 logger = logging.getLogger("sparge")
+
+#: Attributes of pipelines that hold transformers; Wan 2.2 has two, for early and for late steps.
+_TRANSFORMERS = ("transformer", "transformer_2")
+#: Arguments beside the mode that say how sparse to be, by mode.
+_GOALS = {AUTO_QUALITY: ("quality",), AUTO_BUDGET: ("topk",), MANUAL: ("topk", "policy")}
 
 NOT_RUN = "The pipeline has not run since it was enabled."
 REPLACED = (
     "NOTHING IS SPARSE; pipe.transformer is another model than when the pipeline was enabled: call "
     "enable again."
 )
-NO_SCHEDULE = "the scheduler has no timesteps, so the step is not known"
-NOT_OF_SCHEDULE = "the model is given no timestep of the scheduler, so the step is not known"
 OTHER_THREAD = "another thread ran the model meanwhile: its passes were left as they are"
 CONTROLNET = "the attention of the pipeline's controlnet is native, and not counted"
 NO_INPUTS = (
-    "NOTHING WAS SPARSE; {name} is not known here, and its inputs are not named as usual: "
-    "sparge.sdpa() serves it without measuring."
+    "{name} is not known here, and its inputs are not named as usual: sparge.sdpa() serves it "
+    "without measuring"
 )
 #: Names that models have for the latent, which may be a list, and for the timestep.
 _LATENTS, _TIMESTEPS = ("hidden_states", "x"), ("timestep", "timesteps", "t")
 #: Characters of either part of a line, which no box cuts off.
 _WIDEST = 200
-_BACKEND = (
-    "the pipeline's attention backend does not call PyTorch's (set it to native: "
-    'transformer.set_attention_backend("native"))'
-)
 WORDS = replace(
     PLAIN,
     no_calls=Why(
-        f"no attention call came: {_BACKEND}",
+        "no attention call came: the pipeline's attention backend does not call PyTorch's (set it "
+        'to native: transformer.set_attention_backend("native"))',
         ("No attention call came", 'Set the attention backend to "native"'),
     ),
-    whole_graph=Why(  # some model of the process was traced whole, maybe another one
-        f"{PLAIN.whole_graph.told}, or {_BACKEND}",
-        (
-            "No attention call came",
-            'Compile without fullgraph, or set the attention backend to "native"',
-        ),
-    ),
 )
+
+#: Handle of each model, which its hooks keep alive: held here, it would hold the model for ever.
+_enabled: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Handle]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def enable(
+    pipe: Any,
+    mode: str = AUTO_QUALITY,
+    *,
+    quality: str | None = None,
+    topk: float | None = None,
+    policy: SparsePolicy | None = None,
+    start_percent: float = 0.1,
+    end_percent: float = 1.0,
+    min_tokens: int = 4096,
+    dense_blocks: str = "",
+    exact_dense: bool = False,
+) -> Handle:
+    """Makes the self-attention of a pipeline of diffusers sparse, until the handle is disabled. A
+    second call on the same pipeline replaces the first.
+
+    Args:
+        pipe: a pipeline with `transformer` (and `transformer_2`) and `scheduler`, before or after
+            it is moved, offloaded or compiled.
+        mode: "auto quality": heads are measured, and made as sparse as `quality` allows; "auto
+            budget": they are measured, and share out `topk`; "manual": all follow one policy.
+        quality: "high", "balanced" (without one) or "fast"; for mode "auto quality".
+        topk: share of the attention that sparse steps compute, in the mean of the heads ("auto
+            budget") or in each ("manual"); 0.5 without one.
+        policy: for mode "manual", in place of `topk`. Text stays exact whatever it says.
+        start_percent, end_percent: steps before and after these shares of the run are dense.
+        min_tokens: attention over fewer tokens is exact.
+        dense_blocks: blocks whose attention stays dense, such as "0-2, -1".
+        exact_dense: dense calls of the auto modes are exact also where 8 bits are faster.
+
+    Raises:
+        ValueError: an argument is none of these or not one of the mode, or the pipeline has no
+            transformer.
+    """
+    if mode in QUALITIES:
+        raise ValueError(f'mode is "{mode}"; a quality goes by its name: quality="{mode}".')
+    goals = {"quality": quality, "topk": topk, "policy": policy}
+    given = {name: goal for name, goal in goals.items() if goal is not None}
+    if mode in _GOALS and (len(given) > 1 or not {*given} <= {*_GOALS[mode]}):
+        takes = (f'mode "{each}" takes {" or ".join(names)}' for each, names in _GOALS.items())
+        raise ValueError(f'{" and ".join(given)} given with mode "{mode}": {", ".join(takes)}.')
+    if policy is not None:
+        check_kind("policy", policy, SparsePolicy, "a SparsePolicy, say SparsePolicy(topk=0.3)")
+    settings = Settings(
+        mode=mode,
+        start_percent=start_percent,
+        end_percent=end_percent,
+        min_tokens=min_tokens,
+        dense_blocks=dense_blocks,
+        exact_dense=exact_dense,
+        **{name: goal for name, goal in given.items() if name != "policy"},
+    )
+    found = [getattr(pipe, name, None) for name in _TRANSFORMERS]
+    transformers = [each for each in found if isinstance(each, torch.nn.Module)]
+    if not transformers or getattr(pipe, "scheduler", None) is None:
+        raise ValueError(
+            f"{type(pipe).__name__} has no transformer and scheduler; enable takes a pipeline of "
+            "diffusers whose model is a transformer. For other models use sparge.sdpa()."
+        )
+    for each in transformers:
+        earlier = _enabled.pop(getattr(each, "_orig_mod", each), None)
+        if earlier is not None and (handle := earlier()) is not None:
+            handle.disable()
+    handle = Handle(pipe, transformers, settings, policy)
+    for model in handle.models:
+        _enabled[model] = weakref.ref(handle)
+    return handle
 
 
 class Handle:
@@ -85,12 +158,14 @@ class Handle:
         pipe: Any,
         transformers: list[torch.nn.Module],
         settings: Settings,
+        policy: SparsePolicy | None,
     ) -> None:
-        self._pipe, self._settings = pipe, settings
+        self._pipe, self._settings, self._policy = pipe, settings, policy
         self._run: Session | None = None
-        self._steps: Steps | None = None
+        self._steps = Steps(None)
         self._prompts = Prompts(pipe)
         self._remark = ""  # why no run began
+        self._failures = Failures()
         self.lock = threading.RLock()
         self._hooks = [
             TransformerHooks(self, transformer, which)
@@ -138,7 +213,7 @@ class Handle:
 
     def _not_run(self) -> str:
         if self._remark:
-            return self._remark
+            return f"NOTHING WAS SPARSE; {self._remark}"
         return f"{NOT_RUN} Or {PLAIN.whole_graph.told}." if has_been_traced() else NOT_RUN
 
     @property
@@ -146,9 +221,7 @@ class Handle:
         """Facts of the last run; None before there is one. Waits for the GPU."""
         if self._run is None:
             return None
-        steps = self._steps
-        finished = steps is None or not steps.are_known or steps.is_last
-        return self._run.report(stopped=not finished)
+        return self._run.report(stopped=not self._steps.is_last)
 
     def disable(self) -> None:
         """Takes the hooks off. The pipeline is as it was; the last run can still be asked."""
@@ -162,25 +235,28 @@ class Handle:
     def begin_pass(self, hooks: TransformerHooks, given: Mapping[str, Any]) -> Forward | None:
         """Begins a pass, and a run where it is the first one of a call of the pipeline."""
         if any(each.are_busy() for each in self._hooks):
-            if self._run is not None:
-                self._run.note(OTHER_THREAD)
+            self._note(OTHER_THREAD)
             return None
         try:
             return self._begun(hooks, given)
         except MEANT_FOR_HOST:
             raise
         except Exception as error:  # the picture matters more
-            failures = Failures() if self._run is None else self._run.failures
-            failures.tell("a pass of the model was computed dense", error)
-            if self._run is not None:
-                self._run.note(f"passes were dense because of {FAILED}")
+            self._failures.tell("a pass of the model was computed dense", error)
+            self._note(f"passes were dense because of {FAILED}")
             return None
+
+    def _note(self, remark: str) -> None:
+        if self._run is None:
+            self._remark = remark
+        else:
+            self._run.note(remark)
 
     def end_pass(self, forward: Forward) -> None:
         """Ends a pass. In the last step it waits for the GPU, so that the clock is right."""
         with forward.session.failures.caught("a step was not prepared"):
             forward.end()
-            if self._steps is not None and self._steps.is_last:
+            if self._steps.is_last:
                 device = forward.device
                 if device.type == "cuda":
                     torch.cuda.current_stream(device).synchronize()
@@ -189,49 +265,40 @@ class Handle:
     def _begun(self, hooks: TransformerHooks, given: Mapping[str, Any]) -> Forward | None:
         found = _inputs(given)
         if found is None:
-            self._remark = NO_INPUTS.format(name=type(hooks.model).__name__)
+            self._note(NO_INPUTS.format(name=type(hooks.model).__name__))
             return None
         latents, timestep = found
-        row, device = row_of(hooks.model), latents[0].device
+        device = latents[0].device
         timesteps = getattr(self._pipe.scheduler, "timesteps", None)
-        if not isinstance(timesteps, Tensor):
-            timesteps = None
-        known = self._steps.are_of(timesteps) if self._steps else timesteps is None
-        if self._run is None or not known:
-            self._new_run(device, timesteps)
+        run = self._run
+        if run is None or timesteps is not self._steps.timesteps:
+            run = self._new_run(device, timesteps)
         prompts = self._prompts.of(hooks.pass_name, len(latents))
-        scale = row.timestep_scale if row else None
-        if self._steps and not self._steps.advance(timestep, scale, prompts):
-            self._new_run(device, timesteps)  # of a scheduler that keeps its timesteps
-            self._steps.advance(timestep, scale, prompts)
-        run, steps = self._run, self._steps
-        assert run is not None
-        layout = layout_of(hooks.model, row, given, len(hooks.blocks) or None)
-        ranks = ranks_of(hooks.model)
-        unusable = ranks if isinstance(ranks, str) else None
-        if not isinstance(ranks, str):
-            layout = replace(layout, ranks=ranks, heads=layout.heads and layout.heads // ranks)
-        if steps is None or not steps.are_known:
-            why = NO_SCHEDULE if steps is None else NOT_OF_SCHEDULE
-            step = Step(prompts, 0, why, model=hooks.which)
-        else:
-            step = Step(prompts, steps.now, model=hooks.which)
-            step = run.window.step(step, _level(steps.now, len(steps)), run.schedule)
+        if not self._steps.advance(timestep, prompts):
+            run = self._new_run(device, timesteps)  # of a scheduler that keeps its timesteps
+            self._steps.advance(timestep, prompts)
+        ranks, unusable = ranks_of(hooks.model)
+        layout, now = layout_of(hooks.model, given, hooks.blocks, ranks), self._steps.now
+        step = Step(prompts, max(0, now), self._steps.unknown, model=hooks.which)
+        if step.why_dense is None:
+            step = run.window.step(step, run.schedule[now], run.schedule)
         return Forward(session=run, layout=layout, step=step, device=device, unusable=unusable)
 
-    def _new_run(self, device: torch.device, timesteps: Tensor | None) -> Session:
+    def _new_run(self, device: torch.device, timesteps: object) -> Session:
         """Begins a run. Waits for the kernels."""
         if self._run is not None:
             self._run.end()
-        self._steps = None if timesteps is None else Steps(timesteps)
-        self._prompts = Prompts(self._pipe)
-        steps = 0 if self._steps is None else len(self._steps)
+        self._steps, self._prompts = Steps(timesteps), Prompts(self._pipe)
+        steps = len(self._steps)
         settings = self._settings
+        # The window goes by noise levels, and here by shares of the steps.
         window = SigmaWindow.of(
             settings.start_percent, settings.end_percent, lambda percent: steps * (1 - percent)
         )
-        schedule = [_level(step, steps) for step in range(steps)]
+        schedule = [float(steps - step) for step in range(steps)]
         run = self._run = Session(settings, window, schedule, words=WORDS)
+        if self._policy is not None:
+            run.asked = self._policy
         if isinstance(getattr(self._pipe, "controlnet", None), torch.nn.Module):
             run.note(CONTROLNET)
         if capabilities(device).usable:
@@ -248,8 +315,3 @@ def _inputs(given: Mapping[str, Any]) -> tuple[Tensor | list[Tensor], Tensor] | 
     elif not isinstance(latents, Tensor):
         return None
     return (latents, timestep) if len(latents) and isinstance(timestep, Tensor) else None
-
-
-def _level(step: int, steps: int) -> float:
-    """Noise level of a step for the window, which goes by shares of the steps."""
-    return float(steps - step)

@@ -5,45 +5,75 @@ offloading may replace what they like."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from ...compiling import is_traced_whole, untraced
 from ...sdpa import AttentionMode
-from ..stand_in import StandIn
 from .forward import Forward
 from .layout import blocks_of, parts_of
 
+if TYPE_CHECKING:
+    from .handle import Handle
 
-class PassOwner(Protocol):
-    """Owner of the hooks, who is told of each pass."""
 
-    lock: threading.RLock
-    """Held where a pass begins and ends, and in its calls: another thread may disable it."""
+class StandIn:
+    """Stand-in for the `forward` of a part of a model during one pass.
 
-    def begin_pass(self, hooks: TransformerHooks, given: Mapping[str, Any]) -> Forward | None:
-        """Begins a pass; None for one that is left as it is. given: arguments by name. Holds the
-        lock."""
-        ...
+    torch runs no hook where an interrupt (Ctrl+C) or another BaseException ends a module's call,
+    nor where any error ends one that it compiled. A `forward` of ours may have `with`. Offloading
+    puts functions of its own there, too, and may take ours away with them: so one is made where a
+    pass begins, over whatever is there, and removed at its end.
+    """
 
-    def end_pass(self, forward: Forward) -> None: ...
+    def __init__(self, part: nn.Module, around: Callable[[], AbstractContextManager[Any]]) -> None:
+        """around: gives the context of a call."""
+        functools.update_wrapper(self, part.forward, updated=())  # others ask for its signature
+        self._own: Callable[..., Any] = part.forward
+        self._part, self._around = part, around
+        self._before = vars(part).get("forward")
+        self._is_removed = False
+        part.forward = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._is_removed or is_traced_whole():
+            return self._own(*args, **kwargs)
+        with self._around():
+            # torch.compile runs what breaks within `with` as it is, and traces what it calls.
+            torch._dynamo.graph_break()
+            return self._own(*args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """State of the stand-in of a copy of the model, which only hands on."""
+        return vars(self) | {"_is_removed": True, "_around": None}
+
+    def remove(self) -> None:
+        """Gives the part back what it had. Under another function that was put over it meanwhile
+        it stays, and only hands on."""
+        self._is_removed = True
+        if vars(self._part).get("forward") is not self:
+            return
+        if self._before is None:
+            del self._part.forward
+        else:
+            self._part.forward = self._before
 
 
 class TransformerHooks:
     """Hooks on one transformer, until they are removed."""
 
-    def __init__(self, owner: PassOwner, transformer: nn.Module, which: int) -> None:
+    def __init__(self, owner: Handle, transformer: nn.Module, which: int) -> None:
         """transformer: maybe in torch.compile's wrapper. which: its number in the pipeline."""
         self.owner, self.which = owner, which
         self.model: Any = getattr(transformer, "_orig_mod", transformer)
-        self.blocks = blocks_of(self.model)
+        self.blocks = len(blocks_of(self.model)) or None
         self.pass_name: str | None = None
         """Name that the pipeline has for the running pass, such as "cond"."""
         self._signature = inspect.signature(type(self.model).forward)
@@ -56,7 +86,7 @@ class TransformerHooks:
         self._parts = parts_of(self.model)
         self._stand_ins: list[StandIn] = []
         # Of the wrapper, where there is one: what is traced is the model inside.
-        self._handles: list[RemovableHandle] = [
+        self._handles = [
             transformer.register_forward_pre_hook(self._begin, with_kwargs=True),
             transformer.register_forward_hook(self._end, always_call=True),
         ]
@@ -78,7 +108,6 @@ class TransformerHooks:
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
-        self._handles.clear()
         self._close_pass()
         self.model.__dict__.pop("cache_context", None)
 
@@ -103,14 +132,17 @@ class TransformerHooks:
     @untraced
     def _open_pass(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = self._signature.bind_partial(self.model, *args, **kwargs).arguments
-        with self.owner.lock:
+        with self.owner.lock:  # another thread may disable it
             if not self.are_busy():
                 self._close_pass()  # one that was interrupted between two blocks
             begun = self.owner.begin_pass(self, given)
             if begun is None:
                 return
             self._open, self._thread = begun, threading.current_thread()
-            self._stand_ins += [StandIn(part, partial(self._running, n)) for n, part in self._parts]
+            self._stand_ins += [
+                StandIn(part, functools.partial(self._running, block))
+                for block, part in self._parts
+            ]
 
     @untraced
     def _close_pass(self) -> None:
@@ -123,7 +155,7 @@ class TransformerHooks:
                 self.owner.end_pass(forward)
 
     @contextmanager
-    def _running(self, block: int | None, *_: Any, **__: Any) -> Iterator[None]:
+    def _running(self, block: int | None) -> Iterator[None]:
         """Context of a block in an open pass."""
         if self.are_busy():
             yield

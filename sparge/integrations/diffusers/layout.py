@@ -1,20 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layout of one forward pass of a transformer of diffusers, and its blocks."""
+"""Transformers of diffusers: their blocks, and the tokens of one forward pass.
+
+ROWS has what a forward pass does not say, by the name of the class: the token grid, and whether
+text stands before or after it. A model without a row works too; its tokens are then all alike to
+the policy, text among them, and the line says so.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from ...order.grid import TokenGrid
 from ...session import TextPosition, TokenLayout
-from .rows import Row, Tokens
+from ...weak_cache import WeakTensorCache
 
 #: Attributes that hold the blocks: one list, or one of double-stream and one of single-stream ones.
 BLOCK_LISTS = ("transformer_blocks", "single_transformer_blocks", "blocks")
 NO_ROW = "{name} is not known here: its tokens stay in the order they come, and text is not exact"
+RING = "several GPUs share the model's sequence in a ring: take ulysses_degree"
+
+Size = tuple[int, int, int]
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
@@ -30,7 +40,7 @@ def parts_of(model: nn.Module) -> list[tuple[int | None, nn.Module]]:
     """Parts of a model in which attention runs, with the number of each block, and None for what
     attends beside the blocks; 0 for all parts of a model whose blocks are not known."""
     blocks = blocks_of(model)
-    parts = list(topmost(model))
+    parts = list(_topmost(model))
     if not blocks:
         return [(0, part) for part in parts]
     beside = [part for part in parts if part not in blocks and _attends(part)]
@@ -42,39 +52,54 @@ def _attends(module: nn.Module) -> bool:
     return any("attention" in name or "attn" in name for name in names)
 
 
-def topmost(model: nn.Module) -> Iterator[nn.Module]:
+def _topmost(model: nn.Module) -> Iterator[nn.Module]:
     """Modules that a model calls itself. Lists are not called, but what is in them."""
     for child in model.children():
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-            yield from topmost(child)
+            yield from _topmost(child)
         else:
             yield child
 
 
+def ranks_of(model: Any) -> tuple[int, str | None]:
+    """Number of processes that share the tokens of a model, by diffusers' ContextParallelConfig,
+    and why they cannot be served. Each measures and chooses for its own heads."""
+    parallel = getattr(model, "_parallel_config", None)
+    config = getattr(parallel, "context_parallel_config", None)
+    if config is None:
+        return 1, None
+    return config.ulysses_degree, RING if config.ring_degree > 1 else None
+
+
 def layout_of(
-    model: Any, row: Row | None, given: Mapping[str, Any], blocks: int | None
+    model: Any, given: Mapping[str, Any], blocks: int | None, ranks: int = 1
 ) -> TokenLayout:
     """Layout of a pass. given: arguments of the forward pass by name; blocks: number of the
     model's, None where it has none that are known here."""
+    name, row = type(model).__name__, row_of(model)
+    layout = TokenLayout(blocks=blocks, prompts=_prompts(given), ranks=ranks)
     if row is None:
-        name = type(model).__name__
-        remark = NO_ROW.format(name=name)
-        return TokenLayout(family=name, blocks=blocks, remark=remark, prompts=_prompts(given))
-    tokens = row.tokens(model.config, given)
-    if tokens is None:
-        prompts = _prompts(given)
-        return TokenLayout(family=row.name, text=row.text, blocks=blocks, prompts=prompts)
-    return TokenLayout(
-        family=row.name,
-        text=row.text,
-        grid=tokens.grid,
-        tokens=_sequence(row, tokens),
-        blocks=blocks,
-        heads=model.config.num_attention_heads,
-        context=tokens.text,
-        prompts=_prompts(given),
-        masked=tokens.masked,
+        return replace(layout, family=name, remark=NO_ROW.format(name=name))
+    layout = replace(layout, family=row.name, text=row.text)
+    grid, hidden = row.grid(model.config, given), given["hidden_states"]
+    if grid is None:
+        return layout
+    text = 0 if row.text is TextPosition.NONE else _text(given)
+    tokens = TokenGrid(
+        *grid,
+        prefix=text if row.text is TextPosition.FIRST else 0,
+        suffix=text if row.text is TextPosition.LAST else 0,
+        # On no part of the grid, such as an image to edit.
+        tail=hidden.shape[1] - math.prod(grid) if hidden.ndim == 3 else 0,
     )
+    heads = model.config.num_attention_heads // ranks
+    return replace(layout, grid=grid, tokens=tokens, heads=heads, context=text, masked=row.masked)
+
+
+def _text(given: Mapping[str, Any]) -> int:
+    """Number of tokens of text (batch, tokens, width)."""
+    text = given.get("encoder_hidden_states")
+    return text.shape[1] if isinstance(text, Tensor) and text.ndim == 3 else 0
 
 
 def _prompts(given: Mapping[str, Any]) -> frozenset[int]:
@@ -86,7 +111,85 @@ def _prompts(given: Mapping[str, Any]) -> frozenset[int]:
     return frozenset([*found, *(text.shape[-2:-1] if isinstance(text, Tensor) else ())])
 
 
-def _sequence(row: Row, tokens: Tokens) -> TokenGrid:
-    before = tokens.text if row.text is TextPosition.FIRST else 0
-    after = tokens.text if row.text is TextPosition.LAST else 0
-    return TokenGrid(*tokens.grid, prefix=before, suffix=after, tail=tokens.tail)
+def _latent(config: Any, given: Mapping[str, Any]) -> Size:
+    """Grid of a latent (batch, channels, time, height, width), or of one without time."""
+    return _patches(config, *(1, *given["hidden_states"].shape[2:])[-3:])
+
+
+def _patches(config: Any, *cells: int) -> Size:
+    patch = config.patch_size
+    if isinstance(patch, int):
+        patch = getattr(config, "patch_size_t", None) or 1, patch, patch
+    time, height, width = (cell // size for cell, size in zip(cells, patch, strict=True))
+    return time, height, width
+
+
+def _cogvideox(config: Any, given: Mapping[str, Any]) -> Size:
+    """Latent (batch, time, channels, height, width); no patches along time before version 1.5."""
+    _, time, _, height, width = given["hidden_states"].shape
+    return _patches(config, time, height, width)
+
+
+def _ltx(config: Any, given: Mapping[str, Any]) -> Size | None:
+    """Latent in tokens (batch, tokens, channels), of a grid that the pipeline names."""
+    time, height, width = (given.get(name) or 0 for name in ("num_frames", "height", "width"))
+    whole = 0 < time * height * width == given["hidden_states"].shape[1]
+    return (time, height, width) if whole else None  # else with tokens of a condition
+
+
+def _flux(config: Any, given: Mapping[str, Any]) -> Size | None:
+    """Picture in tokens; `img_ids` (tokens, 3) names image, row and column of each. An image to
+    edit has another number and stands behind the picture."""
+    ids, tokens = given.get("img_ids"), given["hidden_states"].shape[1]
+    if not isinstance(ids, Tensor):
+        return None
+    found = _pictures.get(ids)
+    if found is None:
+        found = _pictures.add(ids, _picture(ids if ids.ndim == 2 else ids[0]))
+    return (1, *found) if 0 < math.prod(found) <= tokens else None
+
+
+#: Rows and columns of the picture of each `img_ids`; (0, 0) where they are no whole picture.
+_pictures: WeakTensorCache[tuple[int, int]] = WeakTensorCache(16)
+
+
+def _picture(ids: Tensor) -> tuple[int, int]:
+    """Waits for the device of the ids."""
+    number, row, column = ids.long().cpu().T
+    own = number == number[0]
+    height, width = int(row[own].max()) + 1, int(column[own].max()) + 1
+    raster = row * width + column
+    whole = raster[own].tolist() == list(range(height * width))
+    return (height, width) if whole and bool(own[: height * width].all()) else (0, 0)
+
+
+@dataclass(frozen=True)
+class Row:
+    """Facts of one class. name is for the user; `grid` gives None for inputs that it does not
+    know, from the model's configuration and the arguments of its forward pass by name."""
+
+    name: str
+    text: TextPosition
+    grid: Callable[[Any, Mapping[str, Any]], Size | None] = _latent
+    masked: bool = False
+    """Whether fewer tokens of text may be real than it is given."""
+
+
+_FIRST, _LAST, _NONE = TextPosition.FIRST, TextPosition.LAST, TextPosition.NONE
+
+ROWS: Mapping[str, Row] = {
+    "CogVideoXTransformer3DModel": Row("CogVideoX", _FIRST, _cogvideox),
+    "MochiTransformer3DModel": Row("Mochi", _LAST, masked=True),
+    "WanTransformer3DModel": Row("Wan", _NONE),
+    "HunyuanVideoTransformer3DModel": Row("HunyuanVideo", _LAST, masked=True),
+    "LTXVideoTransformer3DModel": Row("LTX", _NONE, _ltx),
+    "FluxTransformer2DModel": Row("Flux", _FIRST, _flux),
+    "SD3Transformer2DModel": Row("SD3", _LAST),
+    "AllegroTransformer3DModel": Row("Allegro", _NONE),
+}
+
+
+def row_of(model: object) -> Row | None:
+    """Row of a model; None where it has none. Subclasses inherit their parent's."""
+    names = (cls.__name__ for cls in type(model).__mro__)
+    return next((ROWS[name] for name in names if name in ROWS), None)

@@ -6,9 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
-#: What pipelines make of the scheduler's timesteps, for models without a row.
+NO_SCHEDULE = "the scheduler has no timesteps, so the step is not known"
+NOT_OF_SCHEDULE = "the model is given no timestep of the scheduler, so the step is not known"
+
+#: What pipelines make of the scheduler's timesteps for their models.
 _FORMS: tuple[Callable[[Tensor], Tensor], ...] = (
     lambda values: values,
     lambda values: values / 1000,
@@ -17,10 +21,9 @@ _FORMS: tuple[Callable[[Tensor], Tensor], ...] = (
 #: Share of the largest timestep that one may be off by, for what a 16-bit format makes of it.
 _ROUNDING = 0.01
 
-#: Numbers of prompts by the name that a pipeline gives a pass (`cache_context`). Of a batch the
-#: first half is that of the negative prompt.
+#: Numbers of prompts. Of a batch the first half is that of the negative prompt.
 COND, UNCOND = (0,), (1,)
-BATCH = (1, 0)
+BATCH = (*UNCOND, *COND)
 
 
 class Steps:
@@ -30,13 +33,15 @@ class Steps:
     the schedule has that timestep again (schedulers of second order do).
     """
 
-    def __init__(self, timesteps: Tensor) -> None:
+    def __init__(self, timesteps: object) -> None:
         """timesteps: of the scheduler. Waits for their device."""
-        self._timesteps = timesteps  # the very object: a scheduler makes one for each call
-        self._values = timesteps.detach().cpu()
+        self.timesteps = timesteps
+        """The scheduler's own object, which it makes anew for each call of a pipeline."""
+        known = isinstance(timesteps, Tensor)
+        self._values = timesteps.detach().cpu() if known else torch.empty(0)
         self._given: Tensor | None = None  # (steps,) float64, what passes are given
-        self.are_known = True
-        """Whether the steps of passes can be told by what they are given."""
+        self.unknown = None if known else NO_SCHEDULE
+        """Why the steps of passes cannot be told by what they are given; None where they can."""
         self._seen: set[int] = set()
         self.now = -1
         """Number of the running step."""
@@ -46,23 +51,21 @@ class Steps:
 
     @property
     def is_last(self) -> bool:
-        return self.now == len(self) - 1
+        return self.unknown is not None or self.now == len(self) - 1
 
-    def are_of(self, timesteps: object) -> bool:
-        """Whether these are the steps of a scheduler's timesteps."""
-        return timesteps is self._timesteps
-
-    def advance(self, timestep: Tensor, scale: float | None, prompts: tuple[int, ...]) -> bool:
+    def advance(self, timestep: Tensor, prompts: tuple[int, ...]) -> bool:
         """Takes note of a pass. Waits for the timestep, a single number. Returns False, and does
-        nothing, where its step lies behind: then another call of the pipeline has begun.
-
-        scale: what the pipeline divides timesteps by; None where the first pass has to show it.
-        """
-        if self._given is None:
-            self._given, self.are_known = _given(self._values, timestep, scale)
-        if not self.are_known:
+        nothing, where its step lies behind: then another call of the pipeline has begun."""
+        if self.unknown is not None:
             return True
-        distance = (self._given - _latest(timestep)).abs()
+        # Of the tokens that are sampled; given ones, such as a first frame, have 0.
+        latest = float(timestep.max())
+        if self._given is None:
+            self._given, is_near = self._form(timestep, latest)
+            if not is_near:
+                self.unknown = NOT_OF_SCHEDULE
+                return True
+        distance = (self._given - latest).abs()
         places = (distance == distance.min()).nonzero().flatten().tolist()
         repeated = self._seen.intersection(prompts)
         later = [place for place in places if place > self.now]
@@ -74,51 +77,35 @@ class Steps:
         self.now, self._seen = later[0], set(prompts)
         return True
 
-
-def _given(values: Tensor, timestep: Tensor, scale: float | None) -> tuple[Tensor, bool]:
-    """(steps,) float64, what passes are given of a schedule's timesteps, and whether the first
-    `timestep` is among them."""
-    # Cast as the pipeline casts them, or neighbours in bf16 would be mistaken.
-    values = values.to(timestep.dtype)
-    if scale is not None:
-        return (values / scale).double(), True
-    forms = [form(values.double()) for form in _FORMS]
-    nearest = []
-    for form in forms:
-        # Of a single step the last form is 0.
-        off = (form - _latest(timestep)).abs() / form.abs().max().clamp(min=_ROUNDING)
-        nearest.append((float(off.min()), int(off.argmin())))
-    least = min(nearest)  # of equals that of the earlier step: schedules may end at 1
-    return forms[nearest.index(least)], least[0] <= _ROUNDING
-
-
-def _latest(timestep: Tensor) -> float:
-    """Timestep of the tokens that are sampled; given ones, such as a first frame, have 0."""
-    return float(timestep.max())
+    def _form(self, timestep: Tensor, latest: float) -> tuple[Tensor, bool]:
+        """Timesteps as passes are given them, which the first one shows, and whether it is among
+        them."""
+        # Cast as the pipeline casts them, or neighbours in bf16 would be mistaken.
+        values = self._values.to(timestep.dtype).double()
+        nearest = []
+        for number, form in enumerate(made := [form(values) for form in _FORMS]):
+            # Of a single step the last form is 0.
+            off = (form - latest).abs() / form.abs().max().clamp(min=_ROUNDING)
+            # Of forms that are equally near that of the earlier step: schedules may end at 1.
+            nearest.append((float(off.min()), int(off.argmin()), number))
+        least, _, number = min(nearest)
+        return made[number], least <= _ROUNDING
 
 
 class Prompts:
     """Numbers of the prompts of passes, over one call of a pipeline."""
 
     def __init__(self, pipe: Any) -> None:
-        self._guided = _is_guided(pipe)
-        self._others: dict[str, int] = {}
+        # Whether the negative prompt is put into the batch, where a pass has no name that says so.
+        flag = getattr(pipe, "do_classifier_free_guidance", None)
+        self._guided = (
+            (getattr(pipe, "guidance_scale", None) or 1.0) > 1.0 if flag is None else flag
+        )
+        self._known = {"cond": COND, "uncond": UNCOND}
 
     def of(self, name: str | None, batch: int) -> tuple[int, ...]:
-        """Prompts of a pass of so many batch entries. name: that of the pass, None without one."""
-        if name == "cond":
-            return COND
-        if name == "uncond":
-            return UNCOND
+        """Prompts of a pass of so many batch entries. name: what the pipeline calls the pass
+        (`cache_context`), None for nothing."""
         if name is None or name == "cond_uncond":
             return BATCH if self._guided and batch % 2 == 0 else COND
-        return (self._others.setdefault(name, 2 + len(self._others)),)
-
-
-def _is_guided(pipe: Any) -> bool:
-    """Whether a pipeline puts the negative prompt into the batch, where it says nothing of it in
-    the name of a pass."""
-    flag = getattr(pipe, "do_classifier_free_guidance", None)
-    if flag is not None:
-        return bool(flag)
-    return (getattr(pipe, "guidance_scale", None) or 1.0) > 1.0
+        return self._known.setdefault(name, (len(self._known),))

@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -16,9 +14,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from ...attention import attention
-from ...call_stats import CallStats, count_exact
 from ...errors import Unsupported
 from ...sdpa import Substitute
+from ...stats import count_exact
 from ...torch_attention import TorchCall, as_autocast, why_exact
 from .causal_mask import CausalMask, Prefill, prefill
 
@@ -38,20 +36,6 @@ _EXTRAS = {
 }
 
 
-def _more_than_attention(key: Tensor, others: dict[str, Any]) -> str:
-    """What a layer's keywords ask for that the kernels do not have; empty for nothing."""
-    for name, what in _EXTRAS.items():
-        if others.get(name) is not None:
-            return what
-    window = others.get("sliding_window")
-    return "a sliding window" if window is not None and key.shape[2] > window else ""
-
-
-def _by_its_first_row(mask: Tensor) -> Tensor:
-    """Padding mask (B, 1, Nq, N) whose queries share the memory of one."""
-    return mask[:, :, :1].clone().expand(mask.shape)
-
-
 class Functions:
     """Both functions of the parts of a model that had the same implementation."""
 
@@ -60,67 +44,38 @@ class Functions:
         self.substitute = substitute
         self._own_name = own
 
-    @property
-    def stats(self) -> CallStats | None:
-        return self.substitute.stats
-
-    def turn_off(self) -> None:
-        """Leaves all calls to the implementation that the model had, and counts none."""
-        self.substitute = replace(self.substitute, min_tokens=sys.maxsize, stats=None)
-
-    def mask(
-        self,
-        batch_size: int,
-        q_length: int,
-        kv_length: int,
-        q_offset: int | Tensor = 0,
-        kv_offset: int = 0,
-        mask_function: Callable[..., Any] = causal_mask_function,
-        attention_mask: Tensor | None = None,
-        allow_is_causal_skip: bool = True,
-        config: Any = None,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-        **others: Any,
-    ) -> Tensor | None:
-        """Mask of all layers of a pass: a `CausalMask` where they may be sparse, else what the
-        model's own implementation takes."""
+    def mask(self, **given: Any) -> Tensor | None:
+        """Mask of all layers of a pass, from what transformers gives the functions that make one: a
+        `CausalMask` where they may be sparse, else what the model's own implementation takes."""
         own = AttentionMaskInterface._global_mapping[self._own_name]
+        queries, keys, before = given["q_length"], given["kv_length"], given.get("q_offset", 0)
+        padding, function = given.get("attention_mask"), given["mask_function"]
         # Gemma 4 slices the queries of layers that share keys, and needs a mask that shows which.
-        is_sliced = bool(getattr(config, "num_kv_shared_layers", 0)) and q_length > 1
+        is_sliced = bool(getattr(given.get("config"), "num_kv_shared_layers", 0)) and queries > 1
+        may_skip = given.get("allow_is_causal_skip", True) and not is_sliced
 
         def make(as_tensor: bool) -> Tensor | None:
-            return own(
-                batch_size=batch_size,
-                q_length=q_length,
-                kv_length=kv_length,
-                q_offset=q_offset,
-                kv_offset=kv_offset,
-                mask_function=mask_function,
-                attention_mask=attention_mask,
-                allow_is_causal_skip=allow_is_causal_skip and not (as_tensor or is_sliced),
-                config=config,
-                dtype=dtype,
-                device=device,
-                **others,
-            )
+            # A static cache adds to its own offset before a layer reads the mask.
+            changed = {"q_offset": before, "allow_is_causal_skip": may_skip and not as_tensor}
+            return own(**given | changed)
 
-        if mask_function is bidirectional_mask_function:
+        if function is bidirectional_mask_function:
             mask = make(False)
-            return None if mask is None else _by_its_first_row(mask)
-        is_plain = mask_function is causal_mask_function and not kv_offset
-        if not is_plain or q_length < self.substitute.min_tokens:
+            # Its queries share the memory of one.
+            return None if mask is None else mask[:, :, :1].clone().expand(mask.shape)
+        is_plain = function is causal_mask_function and not given.get("kv_offset", 0)
+        if not is_plain or queries < self.substitute.min_tokens:
             return make(False)
         if torch.compiler.is_compiling():  # nobody can read what a graph is given
-            is_square = attention_mask is None and q_length == kv_length
-            return None if is_square and isinstance(q_offset, int) else make(False)
-        found = prefill(q_length, q_offset, attention_mask, batch_size)
-        if found is None or found.tokens > kv_length:
+            is_square = padding is None and queries == keys
+            return None if is_square and isinstance(before, int) else make(False)
+        found = prefill(queries, before, padding, given["batch_size"])
+        if found is None or found.tokens > keys:
             return make(False)
-        q_offset = found.before  # a static cache adds to its own before a layer reads the mask
-        shape = (batch_size, 1, q_length, kv_length)
-        own_dtype = torch.bool if self._own_name == "sdpa" else dtype
-        return CausalMask.of(found, make, shape, own_dtype, device)
+        before = found.before
+        shape = (given["batch_size"], 1, queries, keys)
+        dtype = torch.bool if self._own_name == "sdpa" else given["dtype"]
+        return CausalMask(found, make, shape, dtype, given["device"])
 
     def attend(
         self,
@@ -135,19 +90,17 @@ class Functions:
         **others: Any,
     ) -> Attended:
         """Attention of a layer: query (B, H, Nq, D), key and value (B, Hkv, Nk, D)."""
-        out = None
-        why = _more_than_attention(key, others) or self._asks_for_weights(module, others)
-        if module.training:  # where checkpointing may hide that gradients are wanted
-            why = why or "training: call eval() on a model that is not trained"
-        if why:
-            count_exact(self.stats, why)
+        out, queries = None, query.shape[2]
+        long = queries >= max(2, self.substitute.min_tokens)
+        if why := self._why_own(module, key, others):
+            count_exact(self.substitute.stats, why)
         elif isinstance(attention_mask, CausalMask):
             out = self._prefill(query, key, value, attention_mask.prefill, dropout, scaling)
-        elif self._differs_by_query(attention_mask, query.shape[2]):
-            count_exact(self.stats, "a mask that hides other keys from some queries")
+        elif long and attention_mask is not None and _has_row_for_each_query(attention_mask):
+            count_exact(self.substitute.stats, "a mask that hides other keys from some queries")
         else:
             causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-            causal = causal and attention_mask is None and query.shape[2] > 1
+            causal = causal and attention_mask is None and queries > 1
             call = (query, key, value, attention_mask, dropout, causal, scaling, True)
             out = self.substitute.sparse(TorchCall(*call))
             out = None if out is None else out.transpose(1, 2)
@@ -155,13 +108,24 @@ class Functions:
             return out, None
         if isinstance(attention_mask, CausalMask):
             attention_mask = attention_mask.make(False)
+        own = AttentionInterface._global_mapping.get(self._own_name) or _eager(type(module))
         options = {"scaling": scaling, "dropout": dropout, "is_causal": is_causal, **others}
-        return self._own(module)(module, query, key, value, attention_mask, **options)
+        return own(module, query, key, value, attention_mask, **options)
 
-    def _differs_by_query(self, mask: Tensor | None, queries: int) -> bool:
-        """Whether a long call's mask has a row for each query: nobody compares them all."""
-        long = queries >= max(2, self.substitute.min_tokens)
-        return long and mask is not None and mask.shape[-2] > 1 and mask.stride(-2) != 0
+    def _why_own(self, module: nn.Module, key: Tensor, others: dict[str, Any]) -> str:
+        """Why a layer's call is for its own implementation, by its keywords; else empty."""
+        for name, what in _EXTRAS.items():
+            if others.get(name) is not None:
+                return what
+        window = others.get("sliding_window")
+        if window is not None and key.shape[2] > window:
+            return "a sliding window"
+        config = getattr(module, "config", None)
+        asked = others.get("output_attentions") or getattr(config, "output_attentions", False)
+        if asked and self._own_name == "eager":
+            return "attention weights are asked for (output_attentions)"
+        # Checkpointing may hide that gradients are wanted.
+        return "training: call eval() on a model that is not trained" if module.training else ""
 
     def _prefill(
         self,
@@ -174,53 +138,39 @@ class Functions:
     ) -> Tensor | None:
         """(B, Nq, H, D) of a plain causal call, zeros for padding; None where it stays exact."""
         key, value = key[:, :, : seen.tokens], value[:, :, : seen.tokens]
+        policy, stats = self.substitute.policy, self.substitute.stats
         call = TorchCall(query, key, value, None, dropout, is_causal=True, enable_gqa=True)
         why = why_exact(call, self.substitute.min_tokens)
         if why:
-            count_exact(self.stats, why)
+            count_exact(stats, why)
             return None
-        query, key, value = (as_autocast(x) for x in (query, key, value))
-        return self.substitute.tried(
-            query.device, lambda: self._by_entry(query, key, value, seen, scaling)
-        )
 
-    def _by_entry(
-        self, query: Tensor, key: Tensor, value: Tensor, seen: Prefill, scale: float | None
-    ) -> Tensor:
-        options: dict[str, Any] = {
-            "causal": "bottom-right",
-            "scale": scale,
-            "out_layout": "NHD",
-            "stats": None if self.stats is None else self.stats.on(query.device),
-        }
-        policy = self.substitute.policy
-        if seen.real is None:
-            return attention(query, key, value, policy, **options)
-        batch, heads, queries, _ = query.shape
-        out = query.new_zeros(batch, queries, heads, value.shape[-1])
-        for entry, (start, end) in enumerate(seen.real):
-            # Real queries of this pass; the last of them sees the last real key.
-            first, last = max(start - seen.before, 0), end - seen.before
-            if last > first:
-                one = slice(entry, entry + 1)
-                keys, rows = (one, slice(None), slice(start, end)), slice(first, last)
-                out[one, rows] = attention(
-                    query[one, :, rows], key[keys], value[keys], policy, **options
-                )
-        return out
+        def attend() -> Tensor:
+            q, k, v = (as_autocast(x) for x in (query, key, value))
+            options: dict[str, Any] = {
+                "causal": "bottom-right",
+                "scale": scaling,
+                "out_layout": "NHD",
+                "stats": None if stats is None else stats.on(q.device),
+            }
+            if seen.real is None:
+                return attention(q, k, v, policy, **options)
+            out = q.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[-1])
+            for entry, (start, end) in enumerate(seen.real):
+                # Real queries of this pass; the last of them sees the last real key.
+                first, last = max(start - seen.before, 0), end - seen.before
+                if last > first:
+                    one, rows = slice(entry, entry + 1), slice(first, last)
+                    keys = one, slice(None), slice(start, end)
+                    out[one, rows] = attention(q[one, :, rows], k[keys], v[keys], policy, **options)
+            return out
 
-    def _asks_for_weights(self, module: nn.Module, others: dict[str, Any]) -> str:
-        """Reason why a call that gives its attention weights too stays exact; else empty."""
-        config = getattr(module, "config", None)
-        asked = others.get("output_attentions") or getattr(config, "output_attentions", False)
-        given = asked and self._own_name == "eager"
-        return "attention weights are asked for (output_attentions)" if given else ""
+        return self.substitute.tried(query.device, attend)
 
-    def _own(self, module: nn.Module) -> Callable[..., Attended]:
-        """Function of the implementation that the module had."""
-        if self._own_name == "eager":
-            return _eager(type(module))
-        return AttentionInterface._global_mapping[self._own_name]
+
+def _has_row_for_each_query(mask: Tensor) -> bool:
+    """Whether queries have rows of their own in memory: nobody compares them all."""
+    return mask.shape[-2] > 1 and mask.stride(-2) != 0
 
 
 @cache

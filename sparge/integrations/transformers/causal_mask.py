@@ -72,8 +72,8 @@ class CausalMask(Tensor):
     prefill: Prefill
     make: Callable[[bool], Tensor | None]
 
-    @staticmethod
-    def of(
+    def __new__(
+        cls,
         prefill: Prefill,
         make: Callable[[bool], Tensor | None],
         shape: tuple[int, ...],
@@ -81,7 +81,7 @@ class CausalMask(Tensor):
         device: torch.device | str,
     ) -> CausalMask:
         mask = Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
-            CausalMask, shape, dtype=dtype, device=torch.device(device)
+            cls, shape, dtype=dtype, device=torch.device(device)
         )
         mask.prefill, mask.make = prefill, make
         return mask
@@ -93,7 +93,7 @@ class CausalMask(Tensor):
             made = self.make(as_tensor)
             return None if made is None else made.to(device)
 
-        return CausalMask.of(self.prefill, make, tuple(self.shape), self.dtype, device)
+        return CausalMask(self.prefill, make, tuple(self.shape), self.dtype, device)
 
     @classmethod
     def __torch_dispatch__(
