@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hosts of models, one module each. `import sparge` imports none of them."""
+"""Frameworks, one package each. `import sparge` imports none of them."""

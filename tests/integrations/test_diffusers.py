@@ -14,10 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.integrations.needed import REASON
-
-pytest.importorskip("diffusers", reason=REASON)
-pytest.importorskip("transformers", reason=REASON)
+pytest.importorskip("diffusers")
+pytest.importorskip("transformers")
 
 
 import sparge
@@ -259,7 +257,7 @@ def test_own_loops_second_order_and_masks_of_heads(passes: list[Any]) -> None:
 
 
 def test_offloaded_and_replaced_modules_do_not_matter() -> None:
-    accelerate = pytest.importorskip("accelerate", reason=REASON)
+    accelerate = pytest.importorskip("accelerate")
 
     tiny = ALL["Wan 2.1"]()
     with enable(tiny.pipe, "manual", topk=0.5, **TINY) as handle:

@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.integrations.needed import REASON
-
-pytest.importorskip("diffusers", reason=REASON)
+pytest.importorskip("diffusers")
 
 from diffusers.models import attention_dispatch as dispatch
 

@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.integrations.needed import REASON
-
-pytest.importorskip("diffusers", reason=REASON)
-pytest.importorskip("transformers", reason=REASON)
+pytest.importorskip("diffusers")
+pytest.importorskip("transformers")
 
 import sparge
 from sparge.integrations.diffusers import enable

@@ -15,9 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tests.integrations.needed import REASON
-
-pytest.importorskip("diffusers", reason=REASON)
+pytest.importorskip("diffusers")
 
 from benchmarks.metrics import rel_l2
 from sparge.integrations.diffusers import enable

@@ -14,9 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.integrations.needed import REASON
-
-pytest.importorskip("diffusers", reason=REASON)
+pytest.importorskip("diffusers")
 
 from sparge.integrations.diffusers import Handle, enable
 from sparge.integrations.diffusers.steps import COND, Steps

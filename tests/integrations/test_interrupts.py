@@ -14,10 +14,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tests.integrations.needed import REASON
-
-pytest.importorskip("diffusers", reason=REASON)
-pytest.importorskip("transformers", reason=REASON)
+pytest.importorskip("diffusers")
+pytest.importorskip("transformers")
 
 from sparge.compiling import untraced
 from sparge.integrations.diffusers import enable
@@ -124,7 +122,7 @@ def test_a_pass_that_ends_within_a_block_leaves_nothing_behind(
 def test_a_pass_that_ends_between_blocks_serves_no_other_model(bystander: Any) -> None:
     """And the next pass works where offloading was put over what is left of it, and was taken
     away."""
-    accelerate = pytest.importorskip("accelerate", reason=REASON)
+    accelerate = pytest.importorskip("accelerate")
     tiny = ALL["Wan 2.1"]()
     native, model = tiny(STEPS), tiny.pipe.transformer
     with enable(tiny.pipe, "manual", **SETTINGS) as handle:
@@ -144,7 +142,7 @@ def test_a_pass_that_ends_between_blocks_serves_no_other_model(bystander: Any) -
 
 
 def test_offloading_that_was_there_before_may_go() -> None:
-    accelerate = pytest.importorskip("accelerate", reason=REASON)
+    accelerate = pytest.importorskip("accelerate")
     tiny = ALL["Wan 2.1"]()
     model = tiny.pipe.transformer
     accelerate.cpu_offload(model, execution_device=torch.device("cpu"), offload_buffers=True)

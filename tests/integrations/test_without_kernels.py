@@ -16,7 +16,6 @@ import sparge
 from sparge import torch_attention
 from sparge.kernels import DriverError
 from sparge.kernels.warmup import KERNEL_DID_NOT_COMPILE, KERNEL_DID_NOT_LOAD
-from tests.integrations.needed import REASON
 
 pytestmark = pytest.mark.usefixtures("reference_allowed", "no_mode_left")
 
@@ -68,7 +67,7 @@ def test_a_model_of_transformers_stays_exact(
 
 
 def test_a_pipeline_of_diffusers_stays_exact(reason: str, caplog) -> None:
-    pytest.importorskip("diffusers", reason=REASON)
+    pytest.importorskip("diffusers")
     from sparge.integrations.diffusers import enable
     from tests.tiny_models.pipelines import ALL
 
