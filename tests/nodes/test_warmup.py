@@ -16,7 +16,6 @@ def warmup(load_pack, monkeypatch):
     module = load_pack("sparge.kernels.warmup")
     monkeypatch.setattr(module, "_warmups", {})
     monkeypatch.setattr(module, "eight_bit_specs", lambda arch: [])
-    monkeypatch.setattr(module, "eight_bit_path", lambda arch: "a path")
     return module
 
 
@@ -104,18 +103,6 @@ def test_only_what_may_go_better_is_tried_again(load_pack, warmup, warm, tries):
     assert tries(RuntimeError("a bug")) == (2, warmup.NO_KERNELS, None)
     with pytest.raises(KeyboardInterrupt):
         tries(KeyboardInterrupt())
-
-
-def test_the_log_says_which_kernel_serves_and_why(load_pack, warmup, warm, caplog):
-    warm(lambda *args: None)
-    with caplog.at_level("INFO", logger="sparge"):
-        warmup.warm_up(CPU, print).wait(never_cancelled)
-    assert caplog.messages == ["[Sparge] attention on cpu by a path"]
-
-
-@pytest.mark.parametrize(("arch", "family"), [("sm_80", "mma.sync"), ("sm_90a", "wgmma")])
-def test_every_path_has_a_reason(load_pack, arch, family):
-    assert load_pack("sparge.kernels.warmup").eight_bit_path(arch).startswith(f"{family}: ")
 
 
 def test_the_node_needs_only_the_8_bit_kernels(load_pack):
