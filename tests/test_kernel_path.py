@@ -28,8 +28,8 @@ from sparge import (
 from sparge.call import CheckedCall, make_call
 from sparge.kernels import Element
 from sparge.kernels.params import HOPPER_ATTEND, AttendSizes, MeansSizes, RouteSizes
+from sparge.reference.key_mean import LEAST_KEYS, STRIDE
 from sparge.stages import on_reference, ops
-from sparge.stages.key_mean import LEAST_KEYS, STRIDE
 from sparge.stages.quantize_grid import LONGEST_AXIS, QuantizeGrid
 from sparge.stages.rules import NO_ORDER, OrderFacts, QuantizeRules, Select
 from sparge.stages.workspace import CallShape, layout_of

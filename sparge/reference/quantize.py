@@ -14,8 +14,8 @@ from torch.nn.functional import pad
 from ..blocks import KEY_BLOCK, QUERY_BLOCK, block_count, count_keys
 from ..kernels.spec import Element
 from ..order.grid import TokenOrder
-from ..stages.key_mean import mean_stride
 from .arithmetic import ARITHMETIC, E4M3_MAX, INT8_MAX, Arithmetic
+from .key_mean import mean_stride
 from .quantized import Quantized, blocked, gather
 
 # Scale of a row or block of zeros, and the least scale of any. Levels of zeros are 0 whatever the

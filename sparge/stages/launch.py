@@ -22,8 +22,8 @@ from ..kernels.params import (
     TensorView,
 )
 from ..kernels.spec import ARCHS, HOPPER_ENTRIES, attend_entry
+from ..reference.key_mean import mean_stride
 from ..stats import Counter
-from .key_mean import mean_stride
 from .quantize_grid import QuantizeGrid
 from .recorded import Launch, note
 from .route_shared import RouteShared

@@ -13,8 +13,8 @@ from benchmarks.metrics import rel_l2
 from sparge import reference
 from sparge.blocks import KEY_BLOCK
 from sparge.kernels import Element, capabilities
+from sparge.reference import key_mean
 from sparge.reference.quantize import sampled_mean
-from sparge.stages import key_mean
 from sparge.stages.launch import means, quantize
 from sparge.stages.rules import QuantizeRules
 from sparge.stages.workspace import CallShape, WorkspaceLayout

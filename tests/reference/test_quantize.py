@@ -10,8 +10,7 @@ import torch
 
 from sparge.kernels.spec import Element
 from sparge.order.grid import TokenGrid, cube_order
-from sparge.reference import quantize_qkv
-from sparge.stages import key_mean
+from sparge.reference import key_mean, quantize_qkv
 
 GRID = TokenGrid(3, 7, 9, prefix=70, suffix=75)  # 70 + 189 + 75 tokens: every segment is ragged
 # Half a unit in the last place, relative, and the smallest step: of V.
