@@ -14,7 +14,11 @@ import sparge
 from sparge import HeadSettings, Router, SparsePolicy, TokenGrid, TokenOrder
 from sparge.session.candidates import kept_shares
 
-from .shares import share_of
+
+def share_of(count: int, blocks: int) -> float:
+    """Share for `count` of `blocks`. Routing keeps int(share * blocks); half a block more keeps
+    float32 from rounding below."""
+    return min(1.0, (count + 0.5) / blocks)
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,15 +24,12 @@ from .timing import ROOT, read_rows
 Row = dict[str, Any]
 
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = (
-    ROOT / "docs" / "benchmarks.md",
-    ROOT / "README.md",
-)
+PAGES = (ROOT / "docs" / "benchmarks.md", ROOT / "README.md")
 #: Files of `benchmarks.attention`, of `benchmarks.whole_run`, and of measurements.
 SPEEDS, SPEEDS_H100 = "h200.json", "h100.json"
 RUNS = "whole_runs.jsonl"
 LIMITS = read_rates(RESULTS / "h200_limits.json")
-#: Runs by `plain` names, whatever their pvthreshd.
+#: A run by its `plain` name.
 AUTO = "auto budget 0.2"
 #: Names of the models by `model` of the rows.
 NAMES = {"mochi": "Mochi", "cogvideox": "CogVideoX-5B", "wan": "Wan 14B", "flux": "Flux"}

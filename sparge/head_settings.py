@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .checks.argument import check_tensor, flag, number, shown, whole_number
 from .policy import INT32_MAX, SparsePolicy
-from .stages.thresholds import threshold_table
+from .thresholds import threshold_table
 
 TableKey = tuple[float, float]
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .checks.argument import check_kind, flag, number, shown, whole_number
-from .stages.thresholds import check_per_head, threshold_table
+from .thresholds import check_per_head, threshold_table
 
 #: One number for all heads, or a float tensor with one value per query head.
 PerHead = float | Tensor

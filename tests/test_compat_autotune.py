@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +72,9 @@ class TestFiles:
         for layer in range(10):
             for name in SAVED[1:]:
                 value = getattr(model.attention(layer), name)
-                assert not value.requires_grad
+                assert value.dtype == torch.float32 and not value.requires_grad
                 assert value.tolist() == [(layer + 1) / 16] * 2
+        assert model.attention(10).is_sparse.dtype == torch.bool
         q, k, v = make_qkv(1, 2, 640, 64)
         out, sparsity = model.attention(10)(q, k, v, return_sparsity=True)
         given = {name: part(values).data for name, values in last.items()}
@@ -107,7 +109,8 @@ class TestFiles:
         for changed, words in (
             ({n.replace("attn1", "attn"): x for n, x in saved.items()}, "None of the saved"),
             ({"": saved[last]}, "None of the saved"),
-            ({n: x for n, x in saved.items() if n != last}, "blocks.1.* no pvthreshd is saved"),
+            ({n: x for n, x in saved.items() if n != last}, r"blocks.1.*one value for each head"),
+            (saved | {last: torch.ones(3)}, "one value for each head"),
         ):
             with pytest.raises(ValueError, match=words):
                 load(Layers(), changed)
@@ -115,3 +118,48 @@ class TestFiles:
         load(model, upstreams_file(heads=3))
         with pytest.raises(ValueError, match="each of the 2 query heads"):
             model.attention(0)(*make_qkv(1, 2, 256, 64))
+
+    @pytest.mark.parametrize(
+        ("name", "wrong", "given"),
+        [
+            ("pvthreshd", -3, "-3"),
+            ("pvthreshd", math.inf, "inf"),
+            ("cdfthreshd", 0, "0"),
+            ("cdfthreshd", 1.5, "1.5"),
+            ("simthreshd1", -math.inf, "-inf"),
+            ("simthreshd1", 1.5, "1.5"),
+            *((name, math.nan, "nan") for name in SAVED),
+            ("is_sparse", 0.5, "0.5"),
+        ],
+    )
+    def test_no_head_may_have_a_value_that_is_no_threshold(self, name, wrong, given) -> None:
+        saved = upstreams_file(2) | {NAME.format(1) + name: part([1, wrong])}
+        with pytest.raises(ValueError, match=rf"blocks\.1\..*{name} is {given}; it takes"):
+            load(Layers(), saved)
+
+    @pytest.mark.parametrize(
+        ("wrong", "given"),
+        [
+            (torch.tensor([0.9 + 5j, 0.9]), "of torch.complex64"),
+            (torch.tensor([True, True]), "of torch.bool"),
+            (torch.tensor([1, 1]), "of torch.int64"),
+            ([0.9, 0.9], "a list"),
+        ],
+    )
+    def test_values_of_another_kind_are_refused(self, wrong: Any, given: str) -> None:
+        saved = upstreams_file(1) | {NAME.format(0) + "cdfthreshd": wrong}
+        with pytest.raises(ValueError, match=f"cdfthreshd is {given}; it takes a floating"):
+            load(Layers(), saved)
+
+    def test_the_ends_of_what_upstream_tunes_are_accepted(self) -> None:
+        """A head that became dense, and one of the sparsest."""
+        ends = {
+            "is_sparse": torch.tensor([False, True]),
+            "cdfthreshd": part([1, 0.0005]),
+            "simthreshd1": part([1, -1]),
+            "pvthreshd": part([50, 0.05]),
+        }
+        load(
+            model := Layers(), upstreams_file(1) | {NAME.format(0) + n: x for n, x in ends.items()}
+        )
+        assert model.attention(0).is_sparse.tolist() == [False, True]

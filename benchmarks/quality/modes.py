@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import sparge
+from benchmarks.cases import share_of
 from benchmarks.quality.rows import EMULATION, REFERENCE
 from benchmarks.quality.sol import sol_attention
-from benchmarks.shares import share_of
 from sparge.head_settings import HeadSettings
 from sparge.order.grid import TokenGrid, TokenOrder, grid_order, unmeasured_order
 from sparge.order.variants import VARIANTS

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..checks.argument import shown
 from ..errors import Unsupported
 from .core import Result, refuse_mask, spas_sage2_attn_meansim_cuda
 
@@ -19,8 +20,16 @@ __all__ = [
     "load_sparse_attention_state_dict",
 ]
 
-#: What is saved of each module, a value for each head; the first and the fourth have no effect.
-SAVED = ("is_sparse", "cdfthreshd", "simthreshd1", "simthreshd2", "pvthreshd")
+#: What the tensors (H,) that are saved of each module may hold; upstream tunes no other values.
+#: simthreshd2 has no effect.
+ACCEPTED: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
+    "is_sparse": ("True or False", lambda x: (x == 0) | (x == 1)),
+    "cdfthreshd": ("a floating point number above 0, up to 1", lambda x: (x > 0) & (x <= 1)),
+    "simthreshd1": ("a floating point number from -1 to 1", lambda x: x.abs() <= 1),
+    "simthreshd2": ("a finite floating point number", torch.isfinite),
+    "pvthreshd": ("a finite floating point number from 0 up", lambda x: (x >= 0) & x.isfinite()),
+}
+SAVED = tuple(ACCEPTED)
 #: Parts of a parameter's name that wrappers put there: torch.compile, DataParallel.
 WRAPPERS = ("_orig_mod", "module")
 
@@ -70,7 +79,7 @@ class SparseAttentionMeansim(nn.Module):
             attention_sink=True,
             tensor_layout=tensor_layout,
             return_sparsity=return_sparsity,
-            **{name: value.to(q.device, torch.float32) for name, value in thresholds.items()},
+            **{name: value.to(q.device) for name, value in thresholds.items()},
         )
 
 
@@ -92,27 +101,50 @@ def load_sparse_attention_state_dict(
 ) -> nn.Module:
     """Gives the `SparseAttentionMeansim` modules of `model` their thresholds; returns the model.
 
-    Thresholds go to the device of the model's first parameter, or with `multigpu` stay where they
-    are until a call needs them elsewhere.
+    Thresholds become float32, and go to the device of the model's first parameter, or with
+    `multigpu` stay where they are until a call needs them elsewhere.
 
     Raises:
-        ValueError: nothing of it belongs to this model, or a module's part is incomplete.
+        ValueError: nothing of it belongs to this model, or a module's part is incomplete or holds
+            what no threshold may be.
     """
     by_name = {_plain(name): value for name, value in saved_state_dict.items()}
-    first, loaded = next(model.parameters(), None), False
+    first, loaded = next(model.parameters(), None), 0
     for name, module in _tuned_attention(model):
-        values = {part: by_name.get(_plain(f"{name}.{part}")) for part in SAVED}
-        if all(value is None for value in values.values()):
+        keys = {part: _plain(f"{name}.{part}") for part in SAVED}
+        values = {part: by_name[key] for part, key in keys.items() if key in by_name}
+        if not values:
             continue
         for part, value in values.items():
-            if value is None:
-                raise ValueError(f"Of {name!r} no {part} is saved; it takes {', '.join(SAVED)}.")
-            kept = value if multigpu or first is None else value.to(first.device)
+            _check(keys[part], part, value)
+        if len(values) < len(SAVED) or len({value.shape for value in values.values()}) > 1:
+            raise ValueError(
+                f"The saved thresholds of {name!r} must be {', '.join(SAVED)}, each with one value "
+                "for each head."
+            )
+        for part, value in values.items():
+            device = value.device if multigpu or first is None else first.device
+            kept = value.to(device, torch.bool if part == "is_sparse" else torch.float32, copy=True)
             setattr(module, part, nn.Parameter(kept, requires_grad=False))
-        loaded = True
+        loaded += 1
     if not loaded:
         raise ValueError("None of the saved tensors belongs to a SparseAttentionMeansim here.")
     return model
+
+
+def _check(name: str, part: str, value: object) -> None:
+    """Raises ValueError unless every head's value is one of `ACCEPTED`."""
+    words, is_accepted = ACCEPTED[part]
+    given = shown(value)
+    if isinstance(value, Tensor):
+        given = f"of {value.dtype}"
+        if value.is_floating_point() or (part == "is_sparse" and value.dtype == torch.bool):
+            numbers = value.float()
+            wrong = numbers[~is_accepted(numbers)]
+            if not wrong.numel():
+                return
+            given = f"{wrong[0].item():g}"
+    raise ValueError(f"The saved {name} is {given}; it takes {words} for each head.")
 
 
 def _tuned_attention(model: nn.Module) -> list[tuple[str, SparseAttentionMeansim]]:

@@ -144,9 +144,7 @@ class KernelSpec:
 
     @property
     def defines(self) -> list[str]:
-        """The ``-D`` options; raises ValueError when the entry has no parameter struct."""
-        if self.entry not in PARAMS:
-            raise ValueError(f"entry {self.entry!r} has no struct in params.py: {sorted(PARAMS)}")
+        """The ``-D`` options."""
         return [
             f"-DSPARGE_ARCH={ARCHS[self.arch].path}",
             f"-DSPARGE_HEAD_DIM={self.head_dim}",
@@ -181,37 +179,19 @@ def measuring_element(arch: str) -> Element:
     return own if own.quantized else Element.INT8_FP16
 
 
-@dataclass(frozen=True)
-class AttendPath:
-    """Attend kernel that runs, and the reason, for the reader of a log."""
-
-    entry: str
-    reason: str
-    filter_saves: bool = True
-    """Whether the PV filter saves time: the warpgroup kernel computes what it leaves out all the
-    same, for a branch would part the exponentials from what hides their latency."""
-
-
-def attend_path(arch: str, element: Element) -> AttendPath:
-    """Chooses between the ``mma.sync`` family and the warpgroup kernel; no other place does."""
-    target = ARCHS[arch]
-    if target.path != HOPPER_PATH:
-        lacks = "is built without wgmma" if target.number == 90 else "has no wgmma instruction"
-        if arch in _SLOW_INT8:
-            lacks += ", and INT8 products are slow on it, so 16-bit ones serve 8-bit calls"
-        return AttendPath("attend", f"mma.sync: {arch} {lacks}")
-    if element in (Element.INT8_FP16, Element.INT8_INT8):
-        return AttendPath("attend", f"mma.sync: no wgmma kernel is built for {element.name}")
-    if element is Element.INT8_E4M3:
-        reason = "wgmma: INT8 QK and E4M3 PV on Hopper's warpgroup units"
-        return AttendPath(HOPPER_ATTEND, reason, filter_saves=False)
-    reason = f"wgmma: {element.name} QK and PV on Hopper's warpgroup units"
-    return AttendPath(HOPPER_ATTEND_16, reason, filter_saves=False)
+def attend_entry(arch: str, element: Element) -> str:
+    """Chooses between the ``mma.sync`` family and the warpgroup kernels; no other place does."""
+    without_wgmma = element in (Element.INT8_FP16, Element.INT8_INT8)
+    if ARCHS[arch].path != HOPPER_PATH or without_wgmma:
+        return "attend"
+    return HOPPER_ATTEND if element is Element.INT8_E4M3 else HOPPER_ATTEND_16
 
 
 def pv_filter_saves(arch: str) -> bool:
-    """Whether the PV filter makes 8-bit attention faster; elsewhere it only makes it less exact."""
-    return attend_path(arch, eight_bit_element(arch)).filter_saves
+    """Whether the PV filter makes 8-bit attention faster; elsewhere it only makes it less exact:
+    the warpgroup kernel computes what it leaves out all the same, for a branch would part the
+    exponentials from what hides their latency."""
+    return attend_entry(arch, eight_bit_element(arch)) == "attend"
 
 
 def all_specs(arch: str) -> list[KernelSpec]:
@@ -224,7 +204,7 @@ def all_specs(arch: str) -> list[KernelSpec]:
         for head_dim in HEAD_DIMS
         for element in elements
         for pv_filter in (False, True)
-        if entry not in HOPPER_ENTRIES or attend_path(arch, element).entry == entry
+        if entry not in HOPPER_ENTRIES or attend_entry(arch, element) == entry
     )
     return list(dict.fromkeys(specs))
 
@@ -238,7 +218,7 @@ def native_specs(arch: str) -> list[KernelSpec]:
         if not spec.reads_element
         or (
             spec.element in reached
-            and (spec.entry == "quantize" or spec.entry == attend_path(arch, spec.element).entry)
+            and (spec.entry == "quantize" or spec.entry == attend_entry(arch, spec.element))
         )
     ]
 

@@ -16,7 +16,6 @@ from .driver import DriverError
 from .loader import warm
 from .spec import (
     KernelSpec,
-    attend_path,
     eight_bit_element,
     native_specs,
     pv_filter_saves,
@@ -48,11 +47,6 @@ def eight_bit_specs(arch: str) -> list[KernelSpec]:
     ]
 
 
-def eight_bit_path(arch: str) -> str:
-    """Name of the attend kernel of the 8-bit precision, and why."""
-    return attend_path(arch, eight_bit_element(arch)).reason
-
-
 class Warmup:
     """Compiles and loads the kernels of one device in a thread; wait() before the first call."""
 
@@ -68,7 +62,7 @@ class Warmup:
         try:
             warm(self._device, eight_bit_specs, self._progress)
             arch = capabilities(self._device).arch
-            logger.info("[Sparge] attention on %s by %s", self._device, eight_bit_path(arch))
+            logger.info("[Sparge] attention on %s by kernels for %s", self._device, arch)
         except BaseException as error:  # handed to whoever waits
             self._error = error
 

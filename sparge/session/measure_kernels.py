@@ -32,8 +32,8 @@ from ..order.grid import EMPTY, TokenOrder
 from ..policy import PV_FILTER_OFF, Precision
 from ..stages import ops
 from ..stages.rules import AttendRules, OrderFacts, QuantizeRules, RouteRules, Select
-from ..stages.thresholds import SELECTION, threshold_table
 from ..stages.workspace import CallShape, WorkspaceLayout, layout_of
+from ..thresholds import SELECTION, threshold_table
 from .candidates import POOL_WEIGHTS
 from .measure import ROW_STEP, Measured, MeasuredCall, compared_rows, tokens_of_blocks
 

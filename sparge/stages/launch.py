@@ -21,7 +21,7 @@ from ..kernels.params import (
     RouteParams,
     TensorView,
 )
-from ..kernels.spec import ARCHS, HOPPER_ENTRIES, attend_path
+from ..kernels.spec import ARCHS, HOPPER_ENTRIES, attend_entry
 from ..stats import Counter
 from .key_mean import mean_stride
 from .quantize_grid import QuantizeGrid
@@ -192,7 +192,7 @@ def attend(
         **fields_of(AttendParams, layout, workspace),
     )
     blocks = shape.batch * shape.heads * shape.query_blocks
-    entry = attend_path(capabilities(q.device).arch, element).entry
+    entry = attend_entry(capabilities(q.device).arch, element)
     kernel = find_kernel(entry, q.device, shape.head_dim, element, rules.pv_filter)
     map_bytes = 0
     if entry in HOPPER_ENTRIES:

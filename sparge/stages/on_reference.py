@@ -16,10 +16,10 @@ from .. import reference
 from ..call import CheckedCall
 from ..policy import Precision, SparsePolicy
 from ..stats import Counter
+from ..thresholds import COLUMNS
 from .as_written import as_written
 from .ops import NAMESPACE
 from .rules import FLAT_SCHEMA, Rules
-from .thresholds import COLUMNS
 
 _SCHEMA = (
     "reference(Tensor q, Tensor k, Tensor v, Tensor? key_lengths, Tensor? block_mask, "

@@ -13,7 +13,7 @@ from ..blocks import ALL_BLOCKS
 from ..call import CheckedCall
 from ..errors import Unsupported
 from ..kernels import KernelSpec, capabilities, warm
-from ..kernels.spec import attend_path
+from ..kernels.spec import attend_entry
 from ..policy import PV_FILTER_OFF
 from . import on_reference, ops
 from .rules import NO_ORDER, AttendRules, OrderFacts, QuantizeRules, RouteRules, Select
@@ -61,7 +61,7 @@ def build_kernels(call: CheckedCall, arch: str) -> None:
 
 def _specs_of(call: CheckedCall, arch: str) -> Iterable[KernelSpec]:
     """Specs of a call like this, with or without a mask of its own."""
-    for entry in ("means", "quantize", "route", attend_path(arch, call.element).entry):
+    for entry in ("means", "quantize", "route", attend_entry(arch, call.element)):
         yield KernelSpec(entry, arch, call.shape.head_dim, call.element, call.policy.pv_filter)
 
 

@@ -17,7 +17,7 @@ from benchmarks.metrics import rel_l2
 from sparge import SparsePolicy, TokenOrder, reference
 from sparge.kernels import Element, KernelSpec, capabilities
 from sparge.kernels.params import HOPPER_ATTEND, HOPPER_ATTEND_16
-from sparge.kernels.spec import HOPPER_ENTRIES, AttendPath, all_specs
+from sparge.kernels.spec import HOPPER_ENTRIES, all_specs
 from sparge.policy import Precision
 from tests.oracle import HOPPER_SOFTMAX, HOPPER_SOFTMAX_16, PORTABLE_SOFTMAX, OnlineSoftmax
 
@@ -123,8 +123,7 @@ def force(monkeypatch: pytest.MonkeyPatch) -> Callable[[Kernels], None]:
         call = importlib.import_module("sparge.call")
         launch = importlib.import_module("sparge.stages.launch")
         monkeypatch.setattr(call, "native_element", lambda *_: kernels.element)
-        path = AttendPath(kernels.entry, "forced by a test")
-        monkeypatch.setattr(launch, "attend_path", lambda *_: path)
+        monkeypatch.setattr(launch, "attend_entry", lambda *_: kernels.entry)
 
     return force
 

@@ -15,7 +15,7 @@ from sparge.kernels.spec import (
     Element,
     KernelSpec,
     all_specs,
-    attend_path,
+    attend_entry,
     measuring_element,
     native_specs,
     spec_from_id,
@@ -65,7 +65,7 @@ def test_what_is_not_built_is_refused(arguments, words):
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_the_path_of_a_call(arch):
-    """The element and the kernel that serve it are built, and the reason says which."""
+    """The element and the kernel that serve it are built."""
     eight_bit = EIGHT_BIT.get(arch, Element.INT8_FP16)
     of_fp16 = Element.FP16 if arch == "sm_103a" else eight_bit
     hopper, built = arch == "sm_90a", set(native_specs(arch))
@@ -77,17 +77,13 @@ def test_the_path_of_a_call(arch):
         (True, torch.float32, Element.BF16),
     ):
         element = specs_of.native_element(arch, sixteen_bit, dtype)
-        path = attend_path(arch, element)
+        path = attend_entry(arch, element)
         entry = HOPPER_ATTEND if element.quantized else HOPPER_ATTEND_16
-        assert element is expected and path.entry == (entry if hopper else "attend")
-        assert path.reason.startswith("wgmma: " if hopper else "mma.sync: ")
-        assert path.filter_saves == specs_of.pv_filter_saves(arch) == (not hopper)
-        assert KernelSpec(path.entry, arch, 128, element, True) in built
+        assert element is expected and path == (entry if hopper else "attend")
+        assert specs_of.pv_filter_saves(arch) == (not hopper)
+        assert KernelSpec(path, arch, 128, element, True) in built
         assert KernelSpec("attend", arch, 64, eight_bit) in all_specs(arch)
-    assert attend_path("sm_90a", Element.INT8_FP16).entry == "attend"
-    reason = attend_path("sm_90", Element.BF16).reason
-    assert reason == "mma.sync: sm_90 is built without wgmma"
-    assert "sm_100a has no wgmma" in attend_path("sm_100a", Element.BF16).reason
+    assert attend_entry("sm_90a", Element.INT8_FP16) == "attend"
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -95,4 +91,4 @@ def test_heads_can_be_measured_everywhere_with_quantized_keys(arch: str) -> None
     element = measuring_element(arch)
     assert element.quantized
     ready = {(spec.entry, spec.head_dim) for spec in native_specs(arch) if spec.element is element}
-    assert ready >= {(attend_path(arch, element).entry, head_dim) for head_dim in HEAD_DIMS}
+    assert ready >= {(attend_entry(arch, element), head_dim) for head_dim in HEAD_DIMS}

@@ -54,7 +54,7 @@ def test_the_next_targets_kernels_run(load_pack, refusing, warmed, caplog):
     assert attend < wanted <= set(loaded)
     passed_over, path = caplog.messages
     assert "no wgmma" in passed_over and "attend_hopper-sm_90a" in passed_over
-    assert path == ("[Sparge] attention on cuda:0 by mma.sync: sm_90 is built without wgmma")
+    assert path == ("[Sparge] attention on cuda:0 by kernels for sm_90")
 
 
 def test_the_report_says_so_once(

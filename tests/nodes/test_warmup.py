@@ -16,7 +16,6 @@ def warmup(load_pack, monkeypatch):
     module = load_pack("sparge.kernels.warmup")
     monkeypatch.setattr(module, "_warmups", {})
     monkeypatch.setattr(module, "eight_bit_specs", lambda arch: [])
-    monkeypatch.setattr(module, "eight_bit_path", lambda arch: "a path")
     return module
 
 

@@ -12,7 +12,7 @@ import torch
 from sparge import SparsePolicy
 from sparge.head_settings import HeadSettings, Router
 from sparge.session.choose import StepSettings
-from sparge.stages.thresholds import COLUMNS, SELECTION
+from sparge.thresholds import COLUMNS, SELECTION
 
 
 def test_uniform_is_one_value_for_all() -> None:

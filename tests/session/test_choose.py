@@ -17,7 +17,7 @@ from sparge.reference import Operands, route
 from sparge.session.candidates import MEASURED, POOL_WEIGHTS, Candidates, kept_shares
 from sparge.session.choose import LEAST_WEIGHT, ROUNDING, ChosenSettings, Curves
 from sparge.session.measure import Measured, Sums
-from sparge.stages.thresholds import COLUMNS
+from sparge.thresholds import COLUMNS
 from tests.session.parts import CPU, GRID, SETTINGS
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -24,8 +24,8 @@ from sparge.session import measure_kernels as module
 from sparge.session.measure import MeasuredCall, measure
 from sparge.stages.rules import AttendRules, OrderFacts, QuantizeRules, RouteRules, Select
 from sparge.stages.score import MOST_DENSITIES, score
-from sparge.stages.thresholds import COLUMNS
 from sparge.stages.workspace import CallShape, WorkspaceLayout
+from sparge.thresholds import COLUMNS
 from tests.oracle import Quantized, attend, quantize_qkv
 from tests.session.parts import measured_call
 from tests.session.reference_score import score_by_reference

@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..kernels.params import HeadThresholds
+from .kernels.params import HeadThresholds
 
 COLUMNS = tuple(field[0] for field in HeadThresholds._fields_)
 OFF = {"log2_pool_weight": -math.inf, "router": 0.0, "output_scale": 1.0}
