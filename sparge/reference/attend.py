@@ -94,8 +94,8 @@ class _Call:
         keep `width` blocks each: (C,) batch entries, heads and their numbers."""
         x, kept = self.x, self.kept[entry, head, block]
         of_keys = entry, head * x.kv_heads // x.heads
-        factor = torch.where(x.finite[of_keys], self.scale * LOG2_E, torch.nan)
-        queries = x.q[entry, head, block] * factor[:, None, None]
+        queries = x.q[entry, head, block] * (self.scale * LOG2_E)
+        queries = queries.masked_fill_(~x.finite[of_keys][:, None, None], torch.nan)
 
         blocks = kept.nonzero()[:, 1].view(len(block), width)
         own = of_keys[0].unsqueeze(-1), of_keys[1].unsqueeze(-1), blocks
