@@ -41,6 +41,16 @@ _RENAMED = (
     (r"\.ff\.net\.0\.proj\.", ".ff_proj."),
     (r"\.ff\.net\.2\.", ".ff_out."),
 )
+#: Published names of all layers, which have a weight and a bias each. _OFS: of CogVideoX 1.5 I2V.
+_LAYERS = (
+    "patch_embed.proj", "patch_embed.text_proj", "time_embedding.linear_1",
+    "time_embedding.linear_2", "norm_final", "norm_out.linear", "norm_out.norm", "proj_out",
+)  # fmt: skip
+_OFS = ("ofs_embedding.linear_1", "ofs_embedding.linear_2")
+_IN_BLOCK = (
+    "norm1.linear", "norm1.norm", "norm2.linear", "norm2.norm", "attn1.to_q", "attn1.to_k",
+    "attn1.to_v", "attn1.to_out.0", "attn1.norm_q", "attn1.norm_k", "ff.net.0.proj", "ff.net.2",
+)  # fmt: skip
 
 
 class SpargeCogVideoXLoad(io.ComfyNode):
@@ -111,10 +121,11 @@ def load_cogvideox(path: str, weight_dtype: str, disable_dynamic: bool = False) 
     for shard in _all_shards(Path(path)):
         found, metadata = comfy.utils.load_torch_file(str(shard), return_metadata=True)
         tensors |= found
-    if not _has_sign(tensors):
+    is_published = _sign(tensors) is None
+    if is_published:
         tensors = {core_name(name): x for name, x in tensors.items()}
-        if not _has_sign(tensors):
-            raise ValueError("this is no CogVideoX transformer, or not the whole of one")
+    _check_whole(tensors)
+    if is_published:
         tensors = _with_positions(tensors, Path(path).with_name("config.json"))
     model: Any = comfy.sd.load_diffusion_model_state_dict(
         tensors, dict(WEIGHT_DTYPES[weight_dtype]), metadata, disable_dynamic=disable_dynamic
@@ -133,9 +144,25 @@ def core_name(name: str) -> str:
     return name
 
 
-def _has_sign(names: dict[str, Tensor]) -> bool:
-    """Whether names are ComfyUI's, which may have a prefix."""
-    return any(f".{name}".endswith(f".{_SIGN}") for name in names)
+def _sign(tensors: dict[str, Tensor]) -> str | None:
+    """The name of `_SIGN`, which may have a prefix."""
+    return next((name for name in tensors if f".{name}".endswith(f".{_SIGN}")), None)
+
+
+def _check_whole(tensors: dict[str, Tensor]) -> None:
+    """Raises ValueError unless each parameter is among ComfyUI's names: of others ComfyUI makes
+    random ones, or a smaller model."""
+    sign = _sign(tensors)
+    if sign is None or tensors[sign].ndim != 2:
+        raise ValueError("this is no CogVideoX transformer, or not the whole of one")
+    names = {name.removeprefix(sign.removesuffix(_SIGN)) for name in tensors}
+    blocks = {name.split(".")[1] for name in names if name.startswith("blocks.")}
+    layers = [*_LAYERS, *(_OFS if any(name.startswith("ofs_") for name in names) else ())]
+    layers += [f"transformer_blocks.{i}.{layer}" for i in range(len(blocks)) for layer in _IN_BLOCK]
+    published = (f"{layer}.{part}" for layer in layers for part in ("weight", "bias"))
+    if missing := [name for name in published if core_name(name) not in names]:
+        more = f" and {len(missing) - 1} more parameters" if len(missing) > 1 else ""
+        raise ValueError(f"it lacks {missing[0]}{more} of CogVideoX; download it again")
 
 
 def _all_shards(path: Path) -> list[Path]:

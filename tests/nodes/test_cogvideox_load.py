@@ -151,3 +151,28 @@ def test_what_cannot_be_loaded_is_said(node, models, state) -> None:
     refusal("flux.safetensors", "no CogVideoX transformer")
     save_file(state | {"other": torch.zeros(2)}, models / "other.safetensors")
     refusal("other.safetensors", "ComfyUI finds no CogVideoX transformer in it")
+
+
+@pytest.mark.parametrize("prefix", [None, "", "model.diffusion_model."])
+def test_each_parameter_is_missed(module, node, models, generator, prefix) -> None:
+    """Of files with published names (None) and with ComfyUI's, which may have a prefix."""
+    state = published(generator, heads=1, layers=2, time=8, text=8, ofs=8)
+    named = {name: name if prefix is None else prefix + module.core_name(name) for name in state}
+    whole = {named[name]: tensor for name, tensor in state.items()} | {"extra": torch.zeros(1)}
+    save_file(whole, models / "cog.safetensors")
+    assert node.execute("cog.safetensors")
+    for name in state:
+        save_file({n: x for n, x in whole.items() if n != named[name]}, models / "cog.safetensors")
+        is_sign = module.core_name(name) == module._SIGN
+        said = "no CogVideoX transformer" if is_sign else f"lacks {name} "
+        with pytest.raises(ValueError, match=f"{said}.*{ACCEPTED}"):
+            node.execute("cog.safetensors")
+
+
+def test_many_that_are_missed_are_counted(node, models, generator) -> None:
+    """A block between two others too: ComfyUI would count the blocks before it."""
+    state = published(generator, heads=1, layers=3, time=8, text=8)
+    lacking = {n: x for n, x in state.items() if not n.startswith("transformer_blocks.1.")}
+    save_file(lacking, models / "cog.safetensors")
+    with pytest.raises(ValueError, match=r"blocks\.1\.norm1\.linear\.weight and 23 more param"):
+        node.execute("cog.safetensors")
