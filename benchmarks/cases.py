@@ -12,7 +12,7 @@ from torch import Tensor
 
 import sparge
 from sparge import HeadSettings, Router, SparsePolicy, TokenGrid, TokenOrder
-from sparge.session.candidates import kept_shares
+from sparge.session.measure import kept_shares
 
 
 def share_of(count: int, blocks: int) -> float:

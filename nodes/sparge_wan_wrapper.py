@@ -23,7 +23,6 @@ from torch import Tensor
 from ..sparge import TokenGrid
 from ..sparge.compiling import is_traced_whole, untraced
 from ..sparge.failures import Failures
-from ..sparge.integrations.diffusers.forward import Forward
 from ..sparge.sdpa import AttentionMode
 from ..sparge.session import (
     Report,
@@ -36,6 +35,7 @@ from ..sparge.session import (
     short_lines,
     unusable_reason,
 )
+from ..sparge.session.torch_pass import TorchPass
 from . import comfyui
 from .run import NO_CALL, WORDS
 
@@ -180,7 +180,7 @@ class WanWrapperHook:
         """start_step: number of the first step that may be sparse."""
         self._settings, self._start_step, self._node_id = settings, start_step, node_id
         self._failures = Failures()
-        self._forward: Forward | None = None
+        self._forward: TorchPass | None = None
         self._mode = AttentionMode(self._serve)  # one for all passes, or graphs are traced anew
 
     def install(self, model: Any) -> None:
@@ -209,7 +209,7 @@ class WanWrapperHook:
             carried.run.finished |= bool(kwargs.get("last_step"))
         return out
 
-    def _sparse(self, forward: Forward, own: Callable[[], Any]) -> Any:
+    def _sparse(self, forward: TorchPass, own: Callable[[], Any]) -> Any:
         self._forward = forward
         try:
             # ComfyUI's Cancel ends the pass with a BaseException, at which no hook of torch runs.
@@ -231,7 +231,7 @@ class WanWrapperHook:
 
     def _begun(
         self, carried: Carried, transformer: Any, given: Mapping[str, Any]
-    ) -> Forward | None:
+    ) -> TorchPass | None:
         """Begins a pass, and a run with the first one; None for a pass before start_step."""
         latent, step = given["x"][0], given["current_step"]
         device = latent.device
@@ -243,7 +243,7 @@ class WanWrapperHook:
         layout = _layout(transformer, latent, given)
         native = None if step >= self._start_step else f"before start_step {self._start_step}"
         of_pass = Step((int(bool(given.get("is_uncond"))),), step)
-        begun = Forward(session=run, layout=layout, step=of_pass, device=device, unusable=native)
+        begun = TorchPass(session=run, layout=layout, step=of_pass, device=device, unusable=native)
         if native is None:
             return begun
         # The pack's own attention computes it: its self-attention is counted here, and it never

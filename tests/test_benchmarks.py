@@ -20,7 +20,7 @@ from benchmarks.shapes import SHAPES, Shape
 from benchmarks.timing import Allowance
 from benchmarks.whole_run import node_runs, parse
 from sparge import TokenGrid, grid_order
-from sparge.session.candidates import kept_shares
+from sparge.session.measure import kept_shares
 
 TINY = Shape("tiny", 2, 676, 32, TokenGrid(4, 12, 13, prefix=52))
 WAYS = ("PV filter", "FP16 V", "16 bits", "budgets", "budgets spread tenfold")

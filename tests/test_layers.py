@@ -67,6 +67,11 @@ def test_a_folder_imports_what_is_below_it(folder: str, allowed: set[str]) -> No
     assert offences(folder, allowed) == []
 
 
+def test_nodes_and_integrations_are_apart() -> None:
+    for path in files(".py", under=ROOT / "nodes"):
+        assert "integrations" not in path.read_text(encoding="utf-8"), path
+
+
 def test_the_library_knows_no_host() -> None:
     assert offences("sparge", {"sparge"} | LIBRARY_NEEDS, without="sparge/integrations") == []
 

@@ -22,9 +22,8 @@ from torch.nn.functional import scaled_dot_product_attention
 import sparge
 from sparge import HeadSettings, Precision, Router, SparsePolicy, TokenGrid, grid_order
 from sparge.session import Aim, Session, TokenLayout
-from sparge.session.candidates import Candidates
 from sparge.session.choose import Curves
-from sparge.session.measure import MeasuredCall, Sums, measure
+from sparge.session.measure import Candidates, MeasuredCall, Sums, measure
 
 attention: Any = sparge.attention
 SPARSE = SparsePolicy(topk=0.4)

@@ -13,9 +13,8 @@ from benchmarks.quality.judge import Call
 from sparge.head_settings import HeadSettings
 from sparge.order.grid import grid_order
 from sparge.policy import SparsePolicy
-from sparge.session.candidates import Candidates
 from sparge.session.choose import Curves
-from sparge.session.measure import MeasuredCall, Sums, measure, spread_places
+from sparge.session.measure import Candidates, MeasuredCall, Sums, measure, spread_places
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from ..head_settings import HeadSettings, Router
 from ..policy import SparsePolicy
-from .candidates import POOL_WEIGHTS, Candidates
-from .measure import Sums
+from .measure import POOL_WEIGHTS, Candidates, Sums
 
 #: Least and greatest output scale. UNSURE: error expected of a scale in the calls that it serves, a
 #: share of its logarithm (docs/experiments.md, How far an output scale may be off).

@@ -37,9 +37,8 @@ from ..order.grid import (
 from ..order.variants import VARIANTS, OrderKind
 from ..policy import SparsePolicy
 from .calls import Call, Untracked
-from .candidates import Candidates
 from .choose import ChosenSettings, Curves, StepSettings
-from .measure import Measured, MeasuredCall, Sums, measure, spread_places
+from .measure import Candidates, Measured, MeasuredCall, Sums, measure, spread_places
 from .report import MeasuredHeads
 from .schedule import Aim, Step, budgets, next_choice
 from .timing import Times

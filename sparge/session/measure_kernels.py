@@ -34,8 +34,7 @@ from ..stages import ops
 from ..stages.rules import AttendRules, OrderFacts, QuantizeRules, RouteRules, Select
 from ..stages.workspace import CallShape, WorkspaceLayout, layout_of
 from ..thresholds import SELECTION, threshold_table
-from .candidates import POOL_WEIGHTS
-from .measure import ROW_STEP, Measured, MeasuredCall, compared_rows, tokens_of_blocks
+from .measure import POOL_WEIGHTS, ROW_STEP, Measured, MeasuredCall, compared_rows, tokens_of_blocks
 
 #: Bytes that a measurement may take however short the sequence is, and share of the workspace of a
 #: sparse call that it may take of a long one (docs/experiments.md, Memory of a measurement).

@@ -52,8 +52,7 @@ from ..policy import EIGHT_BIT_DENSE, SparsePolicy
 from ..stages.as_written import as_written
 from ..torch_attention import exact_attention
 from .calls import Call
-from .candidates import Candidates
-from .measure import MeasuredCall, measure
+from .measure import Candidates, MeasuredCall, measure
 
 logger = logging.getLogger("sparge")
 

@@ -19,8 +19,8 @@ pytest.importorskip("transformers")
 
 from sparge.compiling import untraced
 from sparge.integrations.diffusers import enable
-from sparge.integrations.diffusers.forward import Forward
 from sparge.integrations.diffusers.handle import Handle
+from sparge.session.torch_pass import TorchPass
 from tests.tiny_models.pipelines import ALL
 
 pytestmark = pytest.mark.usefixtures("reference_allowed", "no_mode_left")
@@ -112,7 +112,7 @@ def test_a_pass_that_ends_within_a_block_leaves_nothing_behind(
         bystander(handle)
         assert not any("forward" in vars(part) for part in model.modules())
         gc.collect()
-        assert not [each for each in gc.get_objects() if type(each) is Forward]
+        assert not [each for each in gc.get_objects() if type(each) is TorchPass]
         assert handle.result is not None and handle.result.stopped
         assert torch.equal(tiny(STEPS), expected)
         assert calls_of(handle) == calls and not handle.result.stopped

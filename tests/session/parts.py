@@ -11,9 +11,14 @@ from torch import Tensor
 
 from sparge.order.grid import TokenGrid, TokenOrder
 from sparge.session import Aim, Session, TokenLayout
-from sparge.session.candidates import POOL_WEIGHTS, Candidates
 from sparge.session.heads import Heads
-from sparge.session.measure import Measured, MeasuredCall, tokens_of_blocks
+from sparge.session.measure import (
+    POOL_WEIGHTS,
+    Candidates,
+    Measured,
+    MeasuredCall,
+    tokens_of_blocks,
+)
 from sparge.session.timing import Times
 
 CPU = torch.device("cpu")

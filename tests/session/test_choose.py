@@ -14,9 +14,8 @@ from sparge.head_settings import HeadSettings, Router
 from sparge.order.grid import TokenGrid, TokenOrder, cube_order, grid_order, raster_order
 from sparge.policy import SparsePolicy
 from sparge.reference import Operands, route
-from sparge.session.candidates import MEASURED, POOL_WEIGHTS, Candidates, kept_shares
 from sparge.session.choose import LEAST_WEIGHT, ROUNDING, ChosenSettings, Curves
-from sparge.session.measure import Measured, Sums
+from sparge.session.measure import MEASURED, POOL_WEIGHTS, Candidates, Measured, Sums, kept_shares
 from sparge.thresholds import COLUMNS
 from tests.session.parts import CPU, GRID, SETTINGS
 

@@ -16,9 +16,9 @@ from sparge.order.grid import EMPTY, TokenGrid, TokenOrder, cube_order, grid_ord
 from sparge.policy import SparsePolicy
 from sparge.reference import Operands, route
 from sparge.session import measure as module
-from sparge.session.candidates import POOL_WEIGHTS
 from sparge.session.choose import Curves
 from sparge.session.measure import (
+    POOL_WEIGHTS,
     ROW_STEP,
     MeasuredCall,
     Sums,

@@ -22,7 +22,7 @@ from sparge import Unsupported
 from sparge.order.grid import TokenOrder
 from sparge.policy import EIGHT_BIT_DENSE
 from sparge.session import Call, Exact, timing
-from sparge.session.candidates import Candidates
+from sparge.session.measure import Candidates
 from sparge.session.timing import Times, times_of
 from tests.session.parts import CPU, FAST
 

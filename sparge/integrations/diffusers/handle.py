@@ -36,7 +36,7 @@ from ...session import (
     details,
     verdict,
 )
-from .forward import Forward
+from ...session.torch_pass import TorchPass
 from .hooks import TransformerHooks
 from .layout import layout_of, ranks_of
 from .steps import Prompts, Steps
@@ -232,7 +232,7 @@ class Handle:
             if self._run is not None:
                 self._run.end()
 
-    def begin_pass(self, hooks: TransformerHooks, given: Mapping[str, Any]) -> Forward | None:
+    def begin_pass(self, hooks: TransformerHooks, given: Mapping[str, Any]) -> TorchPass | None:
         """Begins a pass, and a run where it is the first one of a call of the pipeline."""
         if any(each.are_busy() for each in self._hooks):
             self._note(OTHER_THREAD)
@@ -252,7 +252,7 @@ class Handle:
         else:
             self._run.note(remark)
 
-    def end_pass(self, forward: Forward) -> None:
+    def end_pass(self, forward: TorchPass) -> None:
         """Ends a pass. In the last step it waits for the GPU, so that the clock is right."""
         with forward.session.failures.caught("a step was not prepared"):
             forward.end()
@@ -262,7 +262,7 @@ class Handle:
                     torch.cuda.current_stream(device).synchronize()
                 forward.session.stop_clock()
 
-    def _begun(self, hooks: TransformerHooks, given: Mapping[str, Any]) -> Forward | None:
+    def _begun(self, hooks: TransformerHooks, given: Mapping[str, Any]) -> TorchPass | None:
         found = _inputs(given)
         if found is None:
             self._note(NO_INPUTS.format(name=type(hooks.model).__name__))
@@ -282,7 +282,7 @@ class Handle:
         step = Step(prompts, max(0, now), self._steps.unknown, model=hooks.which)
         if step.why_dense is None:
             step = run.window.step(step, run.schedule[now], run.schedule)
-        return Forward(session=run, layout=layout, step=step, device=device, unusable=unusable)
+        return TorchPass(session=run, layout=layout, step=step, device=device, unusable=unusable)
 
     def _new_run(self, device: torch.device, timesteps: object) -> Session:
         """Begins a run. Waits for the kernels."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ...compiling import is_traced_whole, untraced
 from ...sdpa import AttentionMode
-from .forward import Forward
+from ...session.torch_pass import TorchPass
 from .layout import blocks_of, parts_of
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class TransformerHooks:
         self._signature = inspect.signature(type(self.model).forward)
         self._named: Any = getattr(self.model, "cache_context", None)
         self._is_copy = False
-        self._open: Forward | None = None
+        self._open: TorchPass | None = None
         self._thread: threading.Thread | None = None  # which runs the open pass
         self._block: int | None = None
         # Parts, not the whole: torch.compile(fullgraph=True) does not take a mode around it.

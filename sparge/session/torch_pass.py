@@ -10,10 +10,12 @@ from functools import cached_property
 
 from torch import Tensor
 
-from ...checks.validate import check_inference
-from ...errors import Unsupported
-from ...session import Call, CallFacts, GivenCall, Kind, Layer, Pass
-from ...torch_attention import TORCH_ATTENTION, as_autocast
+from ..checks.validate import check_inference
+from ..errors import Unsupported
+from ..torch_attention import TORCH_ATTENTION, as_autocast
+from .calls import Call, CallFacts, GivenCall, Kind
+from .session import Pass
+from .tokens import Layer
 
 BESIDE_BLOCKS = "attention beside the model's blocks"
 
@@ -73,7 +75,7 @@ class SdpaCall(GivenCall):
 
 
 @dataclass(kw_only=True)
-class Forward(Pass):
+class TorchPass(Pass):
     """One forward pass; whoever drives it says which block runs."""
 
     _calls: Counter[int] = field(default_factory=Counter, repr=False)
