@@ -60,8 +60,8 @@ def _spoil(
     case: Case, given: dict[str, Any], setting: Setting, exact: Exact, out: Tensor, outcome: Outcome
 ) -> None:
     """A number that is none, in a key or a value: no row of the query heads that read it is one,
-    whether their blocks are kept or not, and nothing of the others changes by a bit. One in a
-    query: its row, and maybe others of its head."""
+    whether their blocks are kept or not, and nothing of the others changes (on a GPU by a bit). One
+    in a query: its row, and maybe others of its head."""
     rng = random.Random(case.seed)
     if rng.random() > SPOILT:
         return
@@ -87,14 +87,11 @@ def _spoil(
     outcome.expect(not hurt.isfinite().all(-1)[spoilt].any(), f"{what} does not show")
     outcome.expect(lse is None or lse[spoilt].isnan().all(), f"{what} does not show in the LSE")
     outcome.expect(hurt[exact.seen & ~spoilt].isfinite().all(), f"{what} shows elsewhere")
-    same = torch.equal if out.is_cuda else _alike  # a CPU adds up what is computed together
-    outcome.expect(same(hurt[others], out[others]), f"{what} changes other heads")
-
-
-def _alike(found: Tensor, expected: Tensor) -> bool:
-    """But for rounding."""
-    last = max(1e-5, 2 * torch.finfo(expected.dtype).eps)
-    return torch.allclose(found, expected, rtol=last, atol=last)
+    same = torch.equal(hurt[others], out[others])
+    if out.device.type == "cpu":  # the reference sums what goes together in another order
+        near = 1e-5 * float(out[others].abs().max()) if others.any() else 0.0
+        same = torch.allclose(hurt[others], out[others], rtol=2.0**-7, atol=near)
+    outcome.expect(same, f"{what} changes other heads")
 
 
 def _call(case: Case, **given: Any) -> tuple[Tensor, Tensor | None]:
