@@ -16,7 +16,7 @@ from sparge.head_settings import Router
 from sparge.order.grid import TokenGrid, TokenOrder, cube_order
 from sparge.order.grid import _order_of_kinds as order_of_kinds
 from sparge.order.variants import OrderKind
-from sparge.session import candidates, choose, heads, measure, measure_kernels
+from sparge.session import choose, heads, measure, measure_kernels
 
 Off = Callable[[], AbstractContextManager[Any]]
 
@@ -27,13 +27,13 @@ def _alike(norms: Tensor, known: Tensor) -> Tensor:
 
 
 def _pooled_are_dear() -> AbstractContextManager[Any]:
-    costs = candidates.Candidates.costs
+    costs = measure.Candidates.costs
 
-    def dear(self: candidates.Candidates) -> Tensor:
+    def dear(self: measure.Candidates) -> Tensor:
         own = costs(self)
         return torch.stack([own[0], torch.full_like(own[1], 1e9)])
 
-    return patch.object(candidates.Candidates, "costs", dear)
+    return patch.object(measure.Candidates, "costs", dear)
 
 
 def _rows_alone(grid: TokenGrid, variant: int = 0) -> TokenOrder:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,7 +50,7 @@ def neighbours_alike(
 
 
 def session_of(
-    aim: Aim | None = BUDGET, steps: int | None = 6, dense_steps: int = 2, **named
+    aim: Aim | None = BUDGET, steps: int | None = 6, dense_steps: int = 2, **named: Any
 ) -> Session:
     named = {"even_if_slower": True} | named
     return Session.of(aim, steps=steps, dense_steps=dense_steps, **named)
@@ -80,6 +81,7 @@ def sampled(
 
 def heads_of(session: Session) -> Heads:
     """The only heads that were chosen."""
+    assert session.heads is not None
     (heads,) = (heads for heads in session.heads.by_shape.values() if heads.given)
     return heads
 

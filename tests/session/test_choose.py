@@ -62,7 +62,8 @@ def test_attention_keeps_what_was_asked_for(make_qkv, order: TokenOrder) -> None
     """A head for each density, measured ones last. Ranked blocks count as their mean."""
     found = Candidates.of(order, CPU)
     asked = torch.cat([found.asked, torch.tensor(found.measured)])
-    x = Operands.of(*make_qkv(1, len(asked), order.tokens, 16, kv_heads=1), order)
+    q, k, v = make_qkv(1, len(asked), order.tokens, 16, kv_heads=1)
+    x = Operands.of(q, k, v, order)
     router = torch.full((len(asked),), Router.ERROR, dtype=torch.int32)
     settings = HeadSettings(asked, torch.ones(len(asked)), router)
     kept = route(x, SparsePolicy(), settings, scale=0.25).kept[0]
@@ -81,8 +82,8 @@ def test_attention_keeps_what_was_asked_for(make_qkv, order: TokenOrder) -> None
 
 
 def test_errors_between_fall_exponentially_and_straight_to_the_end() -> None:
-    found, known = (make(ORDERS["two orders"]) for make in (lambda x: Candidates.of(x, CPU),
-                                                           known_shares))  # fmt: skip
+    order = ORDERS["two orders"]
+    found, known = Candidates.of(order, CPU), known_shares(order)
     errors, kept = np.array([0.9, 0.7, 0.3, 0.2, 0.05, 0.04, 1e-9]), found.kept.numpy()
     straight, exponential = np.interp(kept, known, errors), np.exp(np.interp(kept, known, np.log(
         errors)))  # fmt: skip

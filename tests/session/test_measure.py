@@ -117,6 +117,7 @@ def test_sums_are_those_of_attention_in_float64(call: MeasuredCall) -> None:
         if kind == 0:
             holds = (call.tokens != EMPTY).flatten()
             assert torch.equal(call.tokens.flatten()[holds], rows_of(call, 0))
+            assert found.truth is not None
             truth = found.truth.flatten(2, 3)[:, :, holds]
             torch.testing.assert_close(truth.double(), o, rtol=1e-4, atol=1e-5)
     assert float((found.error[..., 0] / found.norm[..., None]).max()) > 0.01, "something drops"

@@ -174,7 +174,8 @@ def test_sums_are_those_of_the_reference(call: MeasuredCall, stages: Stages) -> 
     assert float((found.error[..., 0] / found.norm[..., None]).max()) > 0.01, "something drops"
     assert not found.error[..., -1].any() and not found.towards[..., -1].any()
     holds = (call.tokens != EMPTY)[None, None, ..., None]
-    pairs = (x.truth.float() * holds for x in (found, expected))
+    assert found.truth is not None and expected.truth is not None
+    pairs = (x.float() * holds for x in (found.truth, expected.truth))
     torch.testing.assert_close(*pairs, rtol=0.02, atol=0.02)
 
 
