@@ -86,6 +86,17 @@ class Page:
         self._settle()
         self._close_dialogs()
 
+    def search(self, word: str, box: str = "default") -> list[str]:
+        """Names of the nodes that a search lists. box: which of the boxes the settings choose."""
+        self.run("box => app.extensionManager.setting.set('Comfy.NodeSearchBoxImpl', box)", box)
+        self.run("() => app.extensionManager.command.execute('Workspace.SearchBox.Toggle')")
+        self._page.wait_for_timeout(600)
+        self._page.keyboard.type(word)
+        self._page.wait_for_timeout(600)
+        found = self._page.locator("[role=option]").all_inner_texts()
+        self._close_dialogs()
+        return [text.splitlines()[0] for text in found if text]
+
     def place(self, name: str) -> None:
         """Puts a node or blueprint into an empty graph, as a user who searches for its name."""
         self.open({"nodes": [], "links": [], "version": 0.4})
