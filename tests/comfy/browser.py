@@ -63,7 +63,7 @@ class Page:
     """A page with the frontend. errors: what scripts threw and did not catch."""
 
     def __init__(self, page: Any, url: str) -> None:
-        self._page = page
+        self._page, self._opened = page, 0
         self.errors: list[str] = []
         page.on("pageerror", lambda error: self.errors.append(str(error)))
         page.goto(url)
@@ -81,8 +81,13 @@ class Page:
         self.run("on => app.extensionManager.setting.set('Comfy.VueNodes.Enabled', on)", on)
 
     def open(self, graph: dict[str, Any]) -> None:
-        """Opens it as the template browser does."""
-        self.run("g => app.loadGraphData(g, true, true, 'graph', {openSource: 'template'})", graph)
+        """Opens it as the template browser does, under a name of its own: a graph shows what one of
+        its name showed before."""
+        self._opened += 1
+        self.run(
+            "([g, name]) => app.loadGraphData(g, true, true, name, {openSource: 'template'})",
+            [graph, f"graph {self._opened}"],
+        )
         self._settle()
         self._close_dialogs()
 
