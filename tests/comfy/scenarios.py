@@ -24,6 +24,7 @@ from comfy.ldm.modules.attention import attention_pytorch, optimized_attention
 from comfy_api.torch_helpers import set_torch_compile_wrapper
 from comfy_extras import nodes_context_windows, nodes_easycache, nodes_model_advanced
 from comfy_extras.nodes_hypertile import HyperTile
+from comfy_extras.nodes_nag import NAGuidance
 from comfy_extras.nodes_pag import PerturbedAttentionGuidance
 from comfy_extras.nodes_tomesd import TomePatchModel
 from comfy_extras.nodes_torch_compile import skip_torch_compile_dict
@@ -145,6 +146,7 @@ PATCHES: dict[str, Callable[[Any], Any]] = {
     "merged tokens": lambda m: TomePatchModel.execute(m, 0.3).result[0],
     "tiles": lambda m: HyperTile.execute(m, 128, 2, 0, False)[0],
     "perturbed": lambda m: PerturbedAttentionGuidance.execute(m, 3.0).result[0],
+    "normalized": lambda m: NAGuidance.execute(m, 5.0, 0.5, 1.5).result[0],
     "heads apart": two_heads_at_a_time,
     "keys of a reference": other_keys(lambda x: torch.cat([x, x.flip(1) + 1], 1)),
     "merged keys": other_keys(lambda x: x.unflatten(1, (-1, 4)).mean(2)),

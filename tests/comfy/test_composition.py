@@ -91,6 +91,12 @@ def test_nodes_that_change_the_tokens_of_a_unet(comfyui, before):
     assert auto["reasons"].get(DIFFERENT, 0) == (STEPS * 3 if before == "merged tokens" else 0)
 
 
+@pytest.mark.parametrize("name", ["square unet", "flux"])
+def test_guidance_in_the_results_of_attention_leaves_every_call_sparse(comfyui, name):
+    plain, nag = (comfyui.sampled(name, ALL, before=before)[0] for before in ("", "normalized"))
+    assert nag["sparse"] == plain["sparse"] > 0 and nag["error"] < 0.02
+
+
 #: Calls of the 8 self-attentions of the U-Net, and those of them with fewer keys than min_tokens.
 OTHER_NUMBERS = {
     "keys of a reference": (8, 0),
