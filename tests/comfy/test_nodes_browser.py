@@ -38,7 +38,7 @@ CUT_OFF = {
     False: """() => app.canvas.graph._nodes.filter(node => {
       const pen = document.createElement('canvas').getContext('2d');
       pen.font = LiteGraph.NODE_TEXT_SIZE + 'px Inter, Arial';
-      return pen.measureText(node.getTitle()).width + 40 > node.size[0];
+      return pen.measureText(node.getTitle()).width + 39 > node.size[0];
     }).map(node => node.getTitle())""",
 }
 NARROW = "() => app.graph._nodes.forEach(node => node.setSize([200, node.size[1]]))"
