@@ -165,6 +165,11 @@ def test_autocast_decides_the_dtype(make_qkv) -> None:
         exact = torch_attention(q, k, v)
     assert out.dtype == exact.dtype == torch.bfloat16 and stats.sparse_calls == 2
     assert rel_l2(out, exact) < EIGHT_BITS
+    q, k, v = (x.double() for x in (q, k, v))  # which autocast leaves as they are
+    with torch.autocast("cpu", torch.bfloat16), sparge.sdpa(WHOLE, 128) as stats:
+        out = functional.scaled_dot_product_attention(q, k, v)
+    assert torch.equal(out, torch_attention(q, k, v)) and out.dtype == torch.float64
+    assert "q is torch.float64" in next(iter(stats.reasons))
 
 
 def test_tensors_without_data_stay_torchs() -> None:

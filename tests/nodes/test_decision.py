@@ -91,3 +91,11 @@ def test_what_attends_to_what(decision, settings, layout_of, case, known):
     queries, keys, kind = CALLS[case]
     found = decision.Decision.of(decision.CallFacts(queries, keys), layout, settings(), beside={30})
     assert found.kind is decision.Kind[kind]
+
+
+@pytest.mark.parametrize("queries", [80, 320])
+def test_sound_as_long_as_the_clip_tells_nothing(decision, settings, layout_of, queries):
+    """The clip attends to itself, in parts or not, in as many tokens."""
+    layout, call = layout_of((4, 8, 10), "NONE"), decision.CallFacts(queries, 320)
+    found = decision.Decision.of(call, layout, settings(min_tokens=0), beside={320})
+    assert (found.is_of_clip, found.why_exact) == (True, None)
