@@ -207,7 +207,7 @@ class Family:
     first: tuple[str, ...] = ()
     """Inputs of the model whose latents stand before the clip, behind the text."""
     last: tuple[str, ...] = ()
-    """Likewise of those behind the clip."""
+    """Names of inputs whose latents stand behind the clip."""
     off_grid: Callable[[Any, ModelInputs], OffGrid] | None = None
     """Tokens that stand beside the grid, from the model and its inputs, where that is not all."""
     patch: Callable[[Any], Patch] = _patch

@@ -91,7 +91,7 @@ class OverrideChecks:
 
 
 class Check:
-    """What is known of an override in the layers of a model, on one device."""
+    """Knowledge of an override in the layers of a model, on one device."""
 
     def __init__(
         self, override: Override, rows: int, device: torch.device, failures: Failures

@@ -36,6 +36,7 @@ from ..sparge.session import (
     unusable_reason,
 )
 from ..sparge.session.torch_pass import TorchPass
+from ..sparge.torch_attention import TorchCall
 from . import comfyui
 from .run import NO_CALL, WORDS
 
@@ -227,7 +228,7 @@ class WanWrapperHook:
     @untraced
     def _attend(self, *args: Any, **kwargs: Any) -> Tensor | None:
         assert self._forward is not None
-        return self._forward.attend_torch(0, *args, **kwargs)  # calls are numbered as they come
+        return self._forward.attend_torch(0, TorchCall(*args, **kwargs))  # numbered as they come
 
     def _begun(
         self, carried: Carried, transformer: Any, given: Mapping[str, Any]

@@ -110,7 +110,7 @@ class CallStats:
         self.reasons: Multiset[str] = Multiset()
         """Calls that stayed exact, by the reason."""
         self.remark = ""
-        """What makes these counts not those of their context; empty for nothing."""
+        """Reason why these counts are not those of their context; empty where they are."""
         self._by_device: dict[torch.device, AttentionStats] = {}
 
     def on(self, device: torch.device) -> AttentionStats | None:

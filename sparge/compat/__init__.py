@@ -17,5 +17,6 @@ Every parameter is honoured, or refused with `Unsupported` and a reason. What di
 The modules have upstream's names: `core`, `autotune`, `utils`.
 """
 
+# The package has the names of its core, as upstream's has.
 from .core import *  # noqa: F403
 from .core import __all__  # noqa: F401

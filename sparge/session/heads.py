@@ -429,7 +429,7 @@ class Heads:
 
 @dataclass(eq=False)
 class CallKind:
-    """What calls of a pass share which look alike."""
+    """Kind of calls: those of a pass which look alike share it."""
 
     shape: Shape
     policy: SparsePolicy

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run is asked for, and its steps: which are dense, how densities fall, and when heads are
-chosen anew."""
+"""Settings of a run, and its steps: which are dense, how densities fall, and when heads are chosen
+anew."""
 
 from __future__ import annotations
 

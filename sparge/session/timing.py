@@ -389,7 +389,7 @@ def check_once(device: torch.device, exact: Exact) -> None:
 
 @functools.cache  # kernels of another target cannot replace those that have served a call
 def _wrong(device: torch.device) -> str:
-    """What is wrong with 8-bit calls; empty where nothing is."""
+    """Fault of 8-bit calls, for the user; empty where there is none."""
     for head_dim in HEAD_DIMS:
         if not (error := largest_error(head_dim, device)) <= MOST:
             return (

@@ -216,7 +216,7 @@ class LayerSpans:
         return sorted({number for span in self.spans for number in span} - {*range(-total, total)})
 
     def remark(self, total: int | None) -> str:
-        """What is asked in vain of a model of so many layers; empty where nothing is."""
+        """Numbers that a model of so many layers has not, for the user; empty without any."""
         if total is None:
             asks = any(min(span) < 0 for span in self.spans)
             return f"negative dense_blocks do nothing: {NO_COUNT}" if asks else ""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..checks.validate import check_inference
 from ..errors import Unsupported
-from ..torch_attention import TORCH_ATTENTION, as_autocast
+from ..torch_attention import TORCH_ATTENTION, TorchCall, as_autocast
 from .calls import Call, CallFacts, GivenCall, Kind
 from .session import Pass
 from .tokens import Layer
@@ -81,25 +81,14 @@ class TorchPass(Pass):
     _calls: Counter[int] = field(default_factory=Counter, repr=False)
     """Number of the clip's self-attention calls of each block so far."""
 
-    def attend_torch(
-        self,
-        block: int | None,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor | None:
+    def attend_torch(self, block: int | None, call: TorchCall) -> Tensor | None:
         """Result of a call of `scaled_dot_product_attention`, sparse when nothing speaks against
         it. block: number of the running one; None beside the blocks, where a call is torch's, and
         counted where it is long."""
-        options = {"dropout_p": dropout_p > 0, "is_causal": is_causal}
+        options = {"dropout_p": call.dropout_p > 0, "is_causal": call.is_causal}
         changing = tuple(name for name, changes in options.items() if changes)
-        q, k, v = (as_autocast(x) for x in (query, key, value))
-        given = SdpaCall(q, k, v, attn_mask, scale, changing)
+        q, k, v = (as_autocast(x) for x in call[:3])
+        given = SdpaCall(q, k, v, call.attn_mask, call.scale, changing)
         decision, facts = self.decision(given), given.facts
         is_self = decision.kind is not Kind.CROSS
         if block is None:
@@ -115,7 +104,7 @@ class TorchPass(Pass):
         layer = Layer(number, self.layout.row(number, again), beside=not counts)
 
         def exact() -> Tensor:
-            call = query, key, value, attn_mask, dropout_p, is_causal
-            return TORCH_ATTENTION(*call, scale=scale, enable_gqa=enable_gqa).transpose(1, 2)
+            named = {"scale": call.scale, "enable_gqa": call.enable_gqa}
+            return TORCH_ATTENTION(*call[:6], **named).transpose(1, 2)
 
         return self.serve(given, decision, layer, exact).transpose(1, 2)

@@ -35,7 +35,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_what_is_missing_is_built_and_what_fails_fails_alone(
     job, csrc, capfd, monkeypatch, tmp_path
 ):
-    """By the ninja of this environment alone."""
+    """Kernels are built by the ninja of this environment alone."""
 
     def edges() -> list[str]:
         """Kernels that ninja ran an edge for."""

@@ -26,7 +26,7 @@ from sparge.session.measure import (
     measure,
     spread_places,
 )
-from tests.session.parts import Qkv, measured_call
+from tests.session.parts import measured_call
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -160,7 +160,8 @@ def test_blocks_and_entries_add_up_and_what_is_not_finite_comes_from_before(call
     whole.add(1, measure(call), 4)
     for block in call.query_blocks:
         for entry in range(call.q.shape[0]):
-            qkv: Qkv = tuple(x[entry : entry + 1] for x in (call.q, call.k, call.v))  # type: ignore
+            one = slice(entry, entry + 1)
+            qkv = call.q[one], call.k[one], call.v[one]
             part = measured_call(qkv, call.order, [block])
             parts.add(3, measure(part), 1 if entry == 0 else 0)
     for mine, other in zip(parts.of_layers[3], whole.of_layers[3], strict=True):

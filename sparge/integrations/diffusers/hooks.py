@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ...compiling import is_traced_whole, untraced
 from ...sdpa import AttentionMode
 from ...session.torch_pass import TorchPass
+from ...torch_attention import TorchCall
 from .layout import blocks_of, parts_of
 
 if TYPE_CHECKING:
@@ -177,4 +178,4 @@ class TransformerHooks:
         with self.owner.lock:
             if self._open is None:  # disabled while the block runs
                 return None
-            return self._open.attend_torch(self._block, *args, **kwargs)
+            return self._open.attend_torch(self._block, TorchCall(*args, **kwargs))
