@@ -90,10 +90,6 @@ def test_one_graph_with_true_strides(pretended_gpu: ModuleType, monkeypatch) -> 
     assert ops_of(graphs[0].graph) == ["quantize", "route", "attend"]
 
 
-#: Place of the element among the arguments of an op.
-ELEMENT_AT = {"quantize": 4, "route": 2, "attend": 4}
-
-
 def ops_of(graph: torch.fx.Graph) -> list[str]:
     return [str(n.target).split(".")[1] for n in graph.nodes if "sparge." in str(n.target)]
 

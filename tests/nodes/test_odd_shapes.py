@@ -152,9 +152,8 @@ def test_an_error_around_a_pass_costs_no_picture(
     assert caplog.text.count("AttributeError: no such model. Please report it") == 1
     assert counts.calls == (0 if where == "begin" else 4)
     if where == "begin":
-        assert any(
-            load_pack("sparge.session").FAILED in note for note in runs[-1][0].report().notes
-        )
+        failed = load_pack("sparge.session").FAILED
+        assert any(failed in note for note in runs[-1][0].report().notes)
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])

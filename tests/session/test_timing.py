@@ -58,10 +58,9 @@ class Gpu:
     score: float = 0.1
     host: float = 0.0
     """Of each call."""
-    only: str = ""
-    """Name of the calls that it takes them of; empty for all."""
     busy: float = 0.0
-    """That something else takes of every third call."""
+    only: str = ""
+    """Seconds that something else takes of every third call, and the name of those it takes of."""
     now: float = 0.0
     clock: float = 0.0
     done: list[str] = field(default_factory=list)
