@@ -7,14 +7,12 @@ flat. What else somebody's model or node may send is nothing to guess at: such a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from ..sparge.session import Call, CallFacts, GivenCall
+from ..sparge.session import Call, unknown_options
 
 #: Keywords that do not change the result, or that the library honours.
 _KNOWN_OPTIONS = {
@@ -27,89 +25,56 @@ _REFERENCES = "reference_image_num_tokens"
 _DISPATCH = "__torch_dispatch__"
 
 
-@dataclass(frozen=True)
-class AttentionCall(GivenCall):
-    """One call, by the views of its tensors that go together."""
+def call_of(
+    args: Sequence[Any], kwargs: Mapping[str, Any], by_backend: bool = False
+) -> Call | None:
+    """Call by the arguments of ComfyUI's functions for attention; None where they are others, or
+    its tensors not such as this pack can read. by_backend: as in `Call`.
 
-    call: Call
-    mask: Tensor | None
-    options: Mapping[str, Any]
-    by_backend: bool
-    """Whether ComfyUI's own function serves a dense call, that the run's times are of."""
-    override: Callable[..., Tensor] | None = None
-    """Override of another node that serves a dense call, where it may be more than a backend."""
+    q, k, v are (B, S, H*D), or (B, H, S, D) when ``skip_reshape``, in any strides; k and v may be
+    (B, S, H, D) as well. The result is (B, S, H*D), or (B, H, S, D) when ``skip_output_reshape``,
+    in q's dtype.
+    """
+    try:
+        q, k, v, heads, mask, skip_reshape, skip_output_reshape, options = _named(*args, **kwargs)
+    except TypeError:
+        return None
+    tensors = (q, k, v) if mask is None else (q, k, v, mask)
+    if not isinstance(heads, int) or not all(map(_is_plain, tensors)):
+        return None
+    # Plain tensors: a GGUF loader's class, which changes new_empty, clone and shape, passes
+    # from the weights of a norm to q and k when DynamicVRAM loads the model.
+    q, k, v = (x.as_subclass(Tensor) for x in (q, k, v))
+    views = (q, k, v) if skip_reshape else _split(q, k, v, heads)
+    if views is None or not _go_together(*views):
+        return None
+    why_exact = unknown_options(
+        name
+        for name, value in options.items()
+        if name not in _KNOWN_OPTIONS and value is not None and value is not False
+    )
+    if options.get("low_precision_attention") is False:
+        why_exact = "the model asks for full precision here"
+    of_model = options.get("transformer_options") or {}
+    return Call(
+        *views,
+        scale=options.get("scale"),
+        layout="HND" if skip_output_reshape else "flat",
+        by_backend=by_backend,
+        mask=mask,
+        key_mask=_key_mask(mask, *views[:2]),
+        why_exact=why_exact,
+        reference_tokens=sum(of_model.get(_REFERENCES) or ()),
+    )
 
-    @classmethod
-    def of(
-        cls,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        by_backend: bool = False,
-        override: Callable[..., Tensor] | None = None,
-    ) -> AttentionCall | None:
-        """Call by the arguments of ComfyUI's functions for attention; None where they are others,
-        or its tensors not such as this pack can read.
 
-        q, k, v are (B, S, H*D), or (B, H, S, D) when ``skip_reshape``, in any strides; k and v may
-        be (B, S, H, D) as well. The result is (B, S, H*D), or (B, H, S, D) when
-        ``skip_output_reshape``, in q's dtype.
-        """
-        try:
-            q, k, v, heads, mask, skip_reshape, skip_output_reshape, options = _named(
-                *args, **kwargs
-            )
-        except TypeError:
-            return None
-        tensors = (q, k, v) if mask is None else (q, k, v, mask)
-        if not isinstance(heads, int) or not all(map(_is_plain, tensors)):
-            return None
-        # Plain tensors: a GGUF loader's class, which changes new_empty, clone and shape, passes
-        # from the weights of a norm to q and k when DynamicVRAM loads the model.
-        q, k, v = (x.as_subclass(Tensor) for x in (q, k, v))
-        views = (q, k, v) if skip_reshape else _split(q, k, v, heads)
-        if views is None or not _go_together(*views):
-            return None
-        layout = "HND" if skip_output_reshape else "flat"
-        call = Call(*views, options.get("scale"), layout, by_backend and mask is None)
-        return cls(call, mask, options, by_backend, override)
-
-    @cached_property
-    def tensors(self) -> Call:
-        return self.call
-
-    @cached_property
-    def facts(self) -> CallFacts:
-        return CallFacts(
-            query_tokens=self.call.query_tokens,
-            key_tokens=self.call.k.shape[2],
-            has_mask=self.mask is not None,
-            masks_keys=self.key_mask is not None,
-            refuses_low_precision=self.options.get("low_precision_attention") is False,
-            unknown_options=tuple(
-                name
-                for name, value in self.options.items()
-                if name not in _KNOWN_OPTIONS and value is not None and value is not False
-            ),
-            reference_tokens=sum(self.transformer_options.get(_REFERENCES) or ()),
-            heads=self.call.q.shape[:2].numel(),
-        )
-
-    @property
-    def transformer_options(self) -> Mapping[str, Any]:
-        return self.options.get("transformer_options") or {}
-
-    def of_tensors(self, call: Call) -> AttentionCall:
-        return replace(self, call=replace(call, by_backend=self.by_backend), mask=None)
-
-    @property
-    def key_mask(self) -> Tensor | None:
-        """Mask of the call where it is one row of keys for all heads and queries of a batch entry,
-        else None."""
-        if self.mask is None or not 2 <= self.mask.ndim <= 4:
-            return None
-        entries, *same, keys = self.mask.shape if self.mask.ndim > 2 else (1, *self.mask.shape)
-        of_batch = entries in (1, self.call.q.shape[0]) and keys == self.call.k.shape[2]
-        return self.mask if of_batch and set(same) == {1} else None
+def _key_mask(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """Mask of one row of keys for all heads and queries of a batch entry, else None."""
+    if mask is None or not 2 <= mask.ndim <= 4:
+        return None
+    entries, *same, keys = mask.shape if mask.ndim > 2 else (1, *mask.shape)
+    of_batch = entries in (1, q.shape[0]) and keys == k.shape[2]
+    return mask if of_batch and set(same) == {1} else None
 
 
 def _named(

@@ -14,7 +14,7 @@ import torch
 from ..sparge.compiling import is_traced_whole, untraced
 from ..sparge.session import FAILED, Report, Settings
 from . import comfyui
-from .attention_call import AttentionCall
+from .attention_call import call_of
 from .override_check import Override, leads_to
 from .run import Forward, Run
 
@@ -202,12 +202,13 @@ def make_override(hook: Hook, previous: Override | None) -> Override:
         else:
             path = partial(previous, func)
         dense = partial(path, *args, **kwargs)
-        forward = (kwargs.get("transformer_options") or {}).get(FORWARD_KEY)
+        options = kwargs.get("transformer_options") or {}
+        forward = options.get(FORWARD_KEY)
         if forward is None or forward.session.owner is not hook:
             return dense()  # outside a sampling run, or a node after this one took over
         name = getattr(func, "__name__", "")
         timed = previous is None and name == forward.session.backend_function
-        return forward.attend(AttentionCall.of(args, kwargs, timed, checked), dense)
+        return forward.attend(call_of(args, kwargs, timed), options, checked, dense)
 
     setattr(override, MARK, Mark(hook, previous))
     return cast(Override, override)

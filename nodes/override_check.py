@@ -119,9 +119,7 @@ class Check:
         known = self._plain.get(row, set()).issuperset(step.prompts)
         return None if known and row != self._again else CHECKING
 
-    def compared(
-        self, row: int, step: Step, call: Call, key_mask: Tensor | None, dense: Dense
-    ) -> Tensor:
+    def compared(self, row: int, step: Step, call: Call, dense: Dense) -> Tensor:
         """Result of dense(), which is compared where it is not known what the override does, and in
         the last dense step once more. Never waits."""
         why = self.why_dense(row, step)
@@ -129,7 +127,7 @@ class Check:
             return dense()
         expected: PlainRows | None = None
         with self._caught():  # before the override has the tensors: it may change them in place
-            expected = PlainRows.of(call, key_mask)
+            expected = PlainRows.of(call)
         out = dense()
         with self._caught():
             if expected is not None:
@@ -264,12 +262,11 @@ class PlainRows:
 
     @classmethod
     @torch.no_grad()
-    def of(cls, call: Call, key_mask: Tensor | None) -> PlainRows:
-        """Computes them, part by part of the heads. Never waits. key_mask: mask of keys, one row
-        for each batch entry or for all."""
+    def of(cls, call: Call) -> PlainRows:
+        """Computes them, part by part of the heads. Never waits."""
         rows = _spread(call.query_tokens, call.q.device)
         with torch.autocast(call.q.device.type, enabled=False):
-            parts = [_attended(*part) for part in _parts(call, rows, key_mask)]
+            parts = [_attended(*part) for part in _parts(call, rows)]
         outs, noises = zip(*parts, strict=True)
         return cls(rows, torch.cat(outs, 1), torch.cat(noises, 1))
 
@@ -307,14 +304,14 @@ def _spread(tokens: int, device: torch.device) -> Tensor:
 
 
 def _parts(
-    call: Call, rows: Tensor, key_mask: Tensor | None
+    call: Call, rows: Tensor
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, float, Tensor | None]]:
     """Yields q (B, Hkv, heads a key head, rows, D), k and v (B, Hkv, 1, M, D) in float32, scale and
     mask of some key heads."""
     q, k, v = call.qkv
     batch, kv_heads, keys, head_dim = k.shape
     scale = head_dim**-0.5 if call.scale is None else call.scale
-    mask = None if key_mask is None else key_mask.reshape(-1, 1, 1, 1, keys)
+    mask = None if call.key_mask is None else call.key_mask.reshape(-1, 1, 1, 1, keys)
     q = q.index_select(2, rows).float().unflatten(1, (kv_heads, -1))
     step = max(1, _PART // (4 * batch * keys * head_dim))
     for first in range(0, kv_heads, step):

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ..sparge.session import (
     UNNUMBERED,
+    Call,
     Dense,
-    GivenCall,
     Kind,
     Layer,
     Pass,
@@ -27,11 +27,9 @@ from ..sparge.session import (
     Why,
     Words,
 )
-from ..sparge.session.calls import Decision
-from .attention_call import AttentionCall
 from .comfyui import exact_backend, untracked_allocations
 from .families import ModelLayout, token_layout
-from .override_check import CHANGES, Check, OverrideChecks
+from .override_check import CHANGES, Override, OverrideChecks
 
 #: Reason of a dense call that is unlike all that ComfyUI makes.
 UNKNOWN_CALL = "the model calls attention in a way unknown here"
@@ -249,40 +247,37 @@ class Forward(Pass):
             beside=beside,
         )  # fmt: skip
 
-    def attend(self, given: AttentionCall | None, dense: Dense) -> Tensor:
-        """Result of a call, sparse when nothing speaks against it, else from dense(). None stands
-        for a call that nobody here can read."""
+    def attend(
+        self,
+        call: Call | None,
+        options: Mapping[str, Any],
+        override: Override | None,
+        dense: Dense,
+    ) -> Tensor:
+        """Result of a call, sparse when nothing speaks against it, else from dense().
+
+        call: None stands for one that nobody here can read. options: the model's at the call.
+        override: of another node, where it serves the call and may be more than a backend.
+        """
         if self.handing_on:
             return dense()
-        if given is None:
+        if call is None:
             self.session.counts.add_dense(UNKNOWN_CALL, 0, False)
             return self._hand_on(dense)
-        decision, options, facts = self.decision(given), given.transformer_options, given.facts
-        whole = min(facts.query_tokens, facts.key_tokens) >= self.layout.grid_tokens
+        decision = self.decision(call)
+        whole = min(call.query_tokens, call.key_tokens) >= self.layout.grid_tokens
         if decision.kind is Kind.SELF or (decision.kind is Kind.PART and whole):
-            layer = self.layers.next(options, decision.tokens, given.call.head_count)
+            layer = self.layers.next(options, decision.tokens, call.head_count)
         else:  # one of several calls in a layer
             layer = self.layers.peek(options)
-        check = self._check(given)
-        if check is not None and not (decision.why_exact or self.unusable):
-            asked = layer.row, self.step, given.call, given.key_mask
-            dense = partial(check.compared, *asked, dense)
-        return self.serve(given, decision, layer, dense)
-
-    def _check(self, given: AttentionCall) -> Check | None:
-        """Check of another node's override; None where none serves the call but backends."""
-        if given.override is None or given.call.q.device != self.device:
-            return None
-        return self.session.override_checks.of(
-            given.override, self.layout.rows, self.device, self.step
-        )
-
-    def why_dense(self, given: GivenCall, decision: Decision, layer: Layer) -> str | None:
-        reason = super().why_dense(given, decision, layer)
-        return reason or (CHANGES if self.held_back(given, layer) == CHANGES else None)
-
-    def held_back(self, given: GivenCall, layer: Layer) -> str | None:
-        """Heads are measured also where it is not known yet what another node does."""
-        assert isinstance(given, AttentionCall)
-        check = self._check(given)
-        return None if check is None else check.why_dense(layer.row, self.step)
+        if override is None or call.q.device != self.device:
+            return self.serve(call, decision, layer, dense)
+        checks = self.session.override_checks
+        check = checks.of(override, self.layout.rows, self.device, self.step)
+        why = check.why_dense(layer.row, self.step)
+        if not (decision.why_exact or self.unusable):
+            dense = partial(check.compared, layer.row, self.step, call, dense)
+        if why == CHANGES:
+            return self.serve(call, decision, layer, dense, why=why)
+        # Heads are measured also where it is not known yet what the override does.
+        return self.serve(call, decision, layer, dense, held=why)

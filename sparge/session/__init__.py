@@ -3,7 +3,7 @@
 measured again; each call is served sparse, or dense with a reason; a report tells what came of it.
 """
 
-from .calls import MASK, Call, CallFacts, Dense, DenseOnce, GivenCall, Kind, Untracked
+from .calls import MASK, Call, Dense, DenseOnce, Kind, Untracked, unknown_options
 from .heads import FAILED
 from .report import PLAIN, Report, Why, Words
 from .schedule import (
@@ -36,11 +36,9 @@ __all__ = [
     "UNNUMBERED",
     "Aim",
     "Call",
-    "CallFacts",
     "Dense",
     "DenseOnce",
     "Exact",
-    "GivenCall",
     "Kind",
     "Layer",
     "LayerSpans",
@@ -59,6 +57,7 @@ __all__ = [
     "details",
     "short_lines",
     "summary",
+    "unknown_options",
     "unusable_reason",
     "verdict",
 ]

@@ -4,11 +4,9 @@
 from __future__ import annotations
 
 import enum
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Iterable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -41,7 +39,8 @@ Dense = Callable[[], Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A call by views of its tensors: q (B, H, N, D), k and v (B, Hkv, M, D), in any strides."""
+    """An attention call, by views of its tensors: q (B, H, N, D), k and v (B, Hkv, M, D), in any
+    strides."""
 
     q: Tensor
     k: Tensor
@@ -50,8 +49,14 @@ class Call:
     layout: str = "HND"
     """Layout of its result: "HND" (B, H, N, D), "NHD" (B, N, H, D) or "flat" (B, N, H*D)."""
     by_backend: bool = True
-    """Whether the framework's own function serves exact calls, which times are of, and no mask:
-    else a dense call is exact, and nothing is known of its time."""
+    """Whether the framework's own function serves exact calls, which times are of."""
+    mask: Tensor | None = None
+    key_mask: Tensor | None = None
+    """The mask where it may be padding, by its shape."""
+    why_exact: str | None = None
+    """Reason why it is exact whatever it attends to, such as an option that changes its result."""
+    reference_tokens: int = 0
+    """Image tokens that a model appends after the grid (Flux edits)."""
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor, layout: str, scale: float | None) -> Call:
@@ -68,6 +73,10 @@ class Call:
         return self.q.shape[2]
 
     @property
+    def key_tokens(self) -> int:
+        return self.k.shape[2]
+
+    @property
     def head_count(self) -> int:
         return self.q.shape[1]
 
@@ -78,16 +87,28 @@ class Call:
     @property
     def pairs(self) -> int:
         """Number of query-key pairs of all heads and batch entries."""
-        return self.q.shape[:-1].numel() * self.k.shape[2]
+        return self.q.shape[:-1].numel() * self.key_tokens
 
     @property
     def softmax_scale(self) -> float:
         return self.head_dim**-0.5 if self.scale is None else self.scale
 
     @property
+    def is_timed(self) -> bool:
+        """Whether times are of such calls: else a dense one is exact, and nothing is known of how
+        long it takes."""
+        return self.by_backend and self.mask is None
+
+    @property
     def look(self) -> Hashable:
-        """Facts that calls share which look alike: what a session decides on them is the same."""
-        return self.q.shape, self.k.shape, self.q.dtype, self.q.device, self.by_backend
+        """Facts that calls share which look alike: they have the same heads, order and times."""
+        return self.q.shape, self.k.shape, self.q.dtype, self.q.device, self.is_timed
+
+    @property
+    def asked(self) -> Hashable:
+        """Facts that a `Decision` follows from. Lengths count tokens."""
+        masks = self.mask is None, self.key_mask is None
+        return self.query_tokens, self.key_tokens, *masks, self.why_exact, self.reference_tokens
 
     @property
     def shares_keys(self) -> bool:
@@ -284,59 +305,10 @@ DIFFERENT_NUMBERS = (
 )
 
 
-@dataclass(frozen=True)
-class CallFacts:
-    """Facts that one attention call shows without reading a tensor. Lengths count tokens."""
-
-    query_tokens: int
-    key_tokens: int
-    has_mask: bool = False
-    masks_keys: bool = False
-    """Whether its mask may be padding, by its shape."""
-    refuses_low_precision: bool = False
-    unknown_options: tuple[str, ...] = ()
-    reference_tokens: int = 0
-    """Image tokens that a model appends after the grid (Flux edits)."""
-    heads: int = 1
-    """Heads of all batch entries."""
-
-    @property
-    def pairs(self) -> int:
-        """Number of query-key pairs of all heads and batch entries."""
-        return self.heads * self.query_tokens * self.key_tokens
-
-    def kind(self, layout: TokenLayout, beside: Collection[int] = ()) -> Kind:
-        """Kind of this call, by the lengths of what the model is given. beside: as in
-        `Decision.of`."""
-        if self.query_tokens == self.key_tokens:
-            return Kind.SELF
-        others = {layout.context, *layout.prompts, *beside} - {layout.grid_tokens}
-        return Kind.CROSS if others & {self.query_tokens, self.key_tokens} else Kind.PART
-
-
-class GivenCall(ABC):
-    """Attention call in the conventions of a host: what a pass asks of it."""
-
-    q: Tensor
-    mask: Tensor | None
-
-    @cached_property
-    @abstractmethod
-    def tensors(self) -> Call | str:
-        """Views of q, k and v that go together; or the reason why there are none, for the user."""
-
-    @cached_property
-    @abstractmethod
-    def facts(self) -> CallFacts: ...
-
-    @property
-    @abstractmethod
-    def key_mask(self) -> Tensor | None:
-        """Mask of the call where it may be padding, by its shape, else None."""
-
-    @abstractmethod
-    def of_tensors(self, call: Call) -> GivenCall:
-        """Same call without its mask, of other tensors (B, H, S, D) in and out."""
+def unknown_options(names: Iterable[str]) -> str | None:
+    """Reason of a call with options that change its result; None without any."""
+    found = ", ".join(names)
+    return f"the model uses an option unknown here ({found})" if found else None
 
 
 class Kind(enum.Enum):
@@ -348,6 +320,14 @@ class Kind(enum.Enum):
     with further keys or merged ones."""
     CROSS = enum.auto()
     """Attention to the prompt, or between the clip and what is sampled beside it."""
+
+    @classmethod
+    def of(cls, call: Call, layout: TokenLayout, beside: Collection[int] = ()) -> Kind:
+        """Kind of a call, by lengths of what the model is given. beside: as in `Decision.of`."""
+        if call.query_tokens == call.key_tokens:
+            return cls.SELF
+        others = {layout.context, *layout.prompts, *beside} - {layout.grid_tokens}
+        return cls.CROSS if others & {call.query_tokens, call.key_tokens} else cls.PART
 
 
 @dataclass(frozen=True)
@@ -369,10 +349,10 @@ class Decision:
 
     @classmethod
     def of(
-        cls, call: CallFacts, layout: TokenLayout, settings: Settings, beside: Collection[int] = ()
+        cls, call: Call, layout: TokenLayout, settings: Settings, beside: Collection[int] = ()
     ) -> Decision:
         """beside: numbers of tokens of what is sampled beside the clip (sound), alone."""
-        kind, tokens = call.kind(layout, beside), call.query_tokens
+        kind, tokens = Kind.of(call, layout, beside), call.query_tokens
         sequence = tokens
         if kind is Kind.PART:
             longer = max(tokens, call.key_tokens)
@@ -388,17 +368,15 @@ class Decision:
         )
 
 
-def _why_exact(kind: Kind, call: CallFacts, layout: TokenLayout, settings: Settings) -> str | None:
+def _why_exact(kind: Kind, call: Call, layout: TokenLayout, settings: Settings) -> str | None:
     """Reason why a call is exact in every step, or None. What the arithmetic cannot serve
     (head_dim, strides, gradients) the library refuses itself, with a reason."""
     if kind is Kind.CROSS:
         return CROSS_ATTENTION
-    if call.has_mask and not (kind is Kind.SELF and call.masks_keys):
+    if call.mask is not None and (kind is not Kind.SELF or call.key_mask is None):
         return MASK
-    if call.refuses_low_precision:
-        return "the model asks for full precision here"
-    if call.unknown_options:
-        return f"the model uses an option unknown here ({', '.join(call.unknown_options)})"
+    if call.why_exact is not None:
+        return call.why_exact
     # A frame is a part of the clip, which is long.
     queries = call.key_tokens if layout.frame_by_frame else call.query_tokens
     if min(queries, call.key_tokens) < settings.min_tokens:
@@ -411,7 +389,7 @@ def _why_exact(kind: Kind, call: CallFacts, layout: TokenLayout, settings: Setti
 
 
 def _ends_and_remarks(
-    kind: Kind, call: CallFacts, layout: TokenLayout
+    kind: Kind, call: Call, layout: TokenLayout
 ) -> tuple[tuple[int, int], tuple[str, ...]]:
     known = (layout.remark,) if layout.remark else ()
     if kind is not Kind.SELF:
@@ -441,7 +419,7 @@ class RealTokens:
     def call(self, call: Call) -> Call:
         """Same attention among the real tokens alone, (B, H, S, D) in and out."""
         q, k, v = (_take(x, self.index) for x in call.qkv)
-        return replace(call, q=q, k=k, v=v, layout="HND")
+        return replace(call, q=q, k=k, v=v, layout="HND", mask=None, key_mask=None)
 
     def rows(self, call: Call, out: Tensor) -> Tensor:
         """Rows of the real tokens in a result of `call`, as `self.call` has it."""

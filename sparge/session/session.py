@@ -41,12 +41,10 @@ from .calls import (
     CROSS_ATTENTION,
     MASK,
     Call,
-    CallFacts,
     Decision,
     Dense,
     DenseOnce,
     EightBitDense,
-    GivenCall,
     Kind,
     ReadMasks,
     RealTokens,
@@ -268,7 +266,7 @@ class Pass:
         self._masks = ReadMasks(self.layout.tokens)
         self._dense_layers = settings.dense_layers.of_total(self.layout.blocks)
         self._filter_left_out = session.asked.pv_filter and not self.policy.pv_filter
-        self._decisions: dict[CallFacts, Decision] = {}
+        self._decisions: dict[Hashable, Decision] = {}
         self._times: dict[Hashable, Times | None] = {}
         self._kinds: dict[Hashable, CallKind] = {}
         if self.unusable is None:
@@ -343,71 +341,79 @@ class Pass:
         self.session.counts.reached = True
         return self._computed(call, layer, row, once, reason, None, call.query_tokens, call.pairs)
 
-    def decision(self, given: GivenCall) -> Decision:
+    def decision(self, call: Call) -> Decision:
         """Decision on a call, made for the first of those that show the same."""
-        found = self._decisions.get(given.facts)
+        found = self._decisions.get(call.asked)
         if found is None:
-            found = Decision(Kind.CROSS, FAILED, given.facts.query_tokens, False, (0, 0), ())
+            found = Decision(Kind.CROSS, FAILED, call.query_tokens, False, (0, 0), ())
             with self.session.failures.caught("a call was computed dense"):
-                found = Decision.of(given.facts, self.layout, self.session.settings, self.beside)
-            self._decisions[given.facts] = found
+                found = Decision.of(call, self.layout, self.session.settings, self.beside)
+            self._decisions[call.asked] = found
         return found
 
-    def serve(self, given: GivenCall, decision: Decision, layer: Layer, dense: Dense) -> Tensor:
-        """Result of a call, sparse when nothing speaks against it, else from dense()."""
+    def serve(
+        self,
+        call: Call,
+        decision: Decision,
+        layer: Layer,
+        dense: Dense,
+        why: str | None = None,
+        held: str | None = None,
+    ) -> Tensor:
+        """Result of a call, sparse when nothing speaks against it, else from dense(). why: reason
+        to be dense that is not looked for here. held: the same, of a call that may be measured."""
         if decision.is_of_clip:
             self.session.counts.reached = True
-        real = None if given.mask is None else self._real_tokens(given, decision, layer)
+        why = self._why_dense(decision, layer) or why
+        real = None if call.mask is None or why else self._real_tokens(call, decision)
         if not isinstance(real, RealTokens):
-            return self._serve(given, decision, layer, dense, why=real)
-        call, outs = given.tensors, list[Tensor]()
-        assert isinstance(call, Call)
+            return self._serve(call, decision, layer, dense, why or real, held)
+        outs = list[Tensor]()
 
         def of_real_ones() -> Tensor:
             outs.append(dense())
             return real.rows(call, outs[0])
 
         inner = real.call(call)
-        given = given.of_tensors(inner)
-        out = self._serve(given, self.decision(given), layer, of_real_ones, padded=True)
+        decision = self.decision(inner)
+        why = self._why_dense(decision, layer)
+        out = self._serve(inner, decision, layer, of_real_ones, why, held, padded=True)
         return outs[0] if outs else real.whole(call, inner, out)
 
     def _serve(
         self,
-        given: GivenCall,
+        call: Call,
         decision: Decision,
         layer: Layer,
         dense: Dense,
-        why: str | None = None,
+        why: str | None,
+        held: str | None,
         padded: bool = False,
     ) -> Tensor:
-        """Result of a call. why: reason to be dense, beside what is looked at here. padded: dense()
-        computes more than the call's tokens, so its time says nothing of them."""
+        """Result of a call. padded: dense() computes more than the call's tokens, so its time says
+        nothing of them."""
         # Measuring takes the dense result, too.
         timed = decision.kind is Kind.SELF and not padded
-        call, exact = given.tensors, partial(self._hand_on, dense)
-        if timed and self.unusable is None and isinstance(call, Call):
+        exact = partial(self._hand_on, dense)
+        if timed and self.unusable is None:
             exact = partial(self._exact, call, exact)
 
         def eight_bit() -> Tensor | None:
-            why_exact = self.unusable or decision.why_exact
-            if why_exact is not None or given.mask is not None or not isinstance(call, Call):
+            if (self.unusable or decision.why_exact) is not None or call.mask is not None:
                 return None
             with self.session.failures.caught("a dense call was computed exact"):
                 return self._eight_bit(call, layer.row if timed else None)
             return None
 
         once = DenseOnce(exact, eight_bit)
-        reason = why or self.why_dense(given, decision, layer)
         row = layer.row if decision.is_of_clip and not layer.beside else None
         return self._computed(
-            call, layer.row, row, once, reason, decision, decision.tokens, given.facts.pairs,
-            self.held_back(given, layer),
-        )  # fmt: skip
+            call, layer.row, row, once, why, decision, decision.tokens, call.pairs, held
+        )
 
     def _computed(
         self,
-        call: Call | str,
+        call: Call,
         row: int,
         counted: int | None,
         once: DenseOnce,
@@ -455,39 +461,30 @@ class Pass:
             counts.add_dense(reason, tokens, once.by_eight_bit)
         return result
 
-    def held_back(self, given: GivenCall, layer: Layer) -> str | None:
-        """Reason why a call is dense for now, though its heads may be measured; for subclasses."""
-        return None
-
-    def why_dense(self, given: GivenCall, decision: Decision, layer: Layer) -> str | None:
+    def _why_dense(self, decision: Decision, layer: Layer) -> str | None:
         """Reason why a call is dense whatever its heads are like, or None."""
         reason = decision.why_exact or self.unusable
         if reason is None and self.session.aim is None:
             reason = self.step.why_dense  # with an aim a call of a dense pass may be measured
         if reason is None and any(layer.number in span for span in self._dense_layers):
             reason = "listed in dense_blocks"
-        return reason or (given.tensors if isinstance(given.tensors, str) else None)
+        return reason
 
-    def _real_tokens(
-        self, given: GivenCall, decision: Decision, layer: Layer
-    ) -> RealTokens | str | None:
+    def _real_tokens(self, call: Call, decision: Decision) -> RealTokens | str | None:
         """Real tokens of a call whose mask may be padding; None for others, or for a reason that
         needs no look at it. May wait, as `ReadMasks` says, where a pass may be sparse or measured.
         """
-        mask = given.key_mask
-        if mask is None or decision.kind is not Kind.SELF:
+        if call.key_mask is None or decision.kind is not Kind.SELF:
             return None
         if self.layout.ranks > 1:
             return MASK  # real tokens are not the first of those that were dealt
-        if self.why_dense(given, decision, layer) is not None:
-            return None
         if self.step.why_dense is not None and not self.step.is_last_dense:
             return self.step.why_dense
-        return self._masks.real_tokens(mask)
+        return self._masks.real_tokens(call.key_mask)
 
     def _sparse(
         self,
-        call: Call | str,
+        call: Call,
         row: int,
         dense: DenseOnce,
         ends: tuple[int, int] | None,
@@ -496,7 +493,6 @@ class Pass:
         """Sparse result of a call, or the reason why it is dense. While its heads are not chosen a
         dense call is measured, which computes its result. ends: numbers of tokens at either end
         that stay exact, where they are not those of the grid."""
-        assert isinstance(call, Call)
         if call.q.device != self.device:
             raise Unsupported(f"tensors on {call.q.device} in a pass on {self.device}")
         check_inference(*call.qkv)
@@ -558,14 +554,14 @@ class Pass:
             session, grid, times = self.session, self.layout.sequence(call.query_tokens), None
             with session.untracked(), session.failures.caught("attention was not timed"):
                 times = times_of(call, session.exact, grid)
-            exact = session.exact_dense or not call.by_backend
+            exact = session.exact_dense or not call.is_timed
             self._times[look] = times and replace(times, exact_dense=exact)
         return self._times[look]
 
     def _eight_bit(self, call: Call, row: int | None) -> Tensor | None:
         """Result of a dense call of a layer in 8 bits; None where it has to be exact. row: None
         where its exact call would not be timed."""
-        if call.q.device != self.device or self.session.exact_dense or not call.by_backend:
+        if call.q.device != self.device or self.session.exact_dense or not call.is_timed:
             return None
         times = self._times_of(call)
         if times is None or not times.is_eight_bit:
@@ -587,7 +583,7 @@ class Pass:
 
     def _timed(self, backend: Backend, call: Call) -> AbstractContextManager[None]:
         times = self._times.get(call.look)
-        foretold = None if times is None or not call.by_backend else times.exact * call.q.shape[0]
+        foretold = None if times is None or not call.is_timed else times.exact * call.q.shape[0]
         return self.record.timed(backend, call, foretold)
 
     def _hand_on(self, dense: Dense) -> Tensor:

@@ -26,15 +26,19 @@ def looking(key: Callable[[dict[str, Any]], tuple]) -> Iterator[set[tuple]]:
     """Collects (*key(options), row) of each self-attention call."""
     seen: set[tuple] = set()
     forward = pack("nodes.run").Forward
-    serve = forward._serve
+    attend, serve, options = forward.attend, forward.serve, {}
+
+    def asked(this: Any, call: Any, of_call: dict[str, Any], *args: Any) -> Any:
+        options.update(of_call)
+        return attend(this, call, of_call, *args)
 
     def spy(this: Any, call: Any, decision: Any, layer: Any, *args: Any, **named: Any) -> Any:
         if decision.kind.name == "SELF":
             row = layer.number if layer.beside else layer.row
-            seen.add((*key(call.options["transformer_options"]), row))
+            seen.add((*key(options), row))
         return serve(this, call, decision, layer, *args, **named)
 
-    with replaced(forward, "_serve", spy):
+    with replaced(forward, "attend", asked), replaced(forward, "serve", spy):
         yield seen
 
 

@@ -21,7 +21,7 @@ def sparse(load_pack):
 
     def of(call):
         stats = sparge.AttentionStats("cpu")
-        out = call.tensors.sparse(sparge.SparsePolicy(topk=1.0), stats)
+        out = call.sparse(sparge.SparsePolicy(topk=1.0), stats)
         assert stats.calls == 1 and stats.density == 1.0
         return out
 
@@ -67,7 +67,7 @@ def test_layouts(calls, sparse, asked, generator, layout, kv_heads, skip_output_
     q, k, v = qkv(generator, layout, kv_heads=kv_heads)
     flags = {"skip_reshape": layout != "flat", "skip_output_reshape": skip_output_reshape}
     theirs = (x.as_subclass(LoaderTensor) if loader else x for x in (q, k))
-    out = sparse(calls.AttentionCall.of((*theirs, v, 4), {"scale": 0.1, **flags}))
+    out = sparse(calls.call_of((*theirs, v, 4), {"scale": 0.1, **flags}))
     expected = dense(q, k, v, 4, scale=0.1, **flags)
     assert out.shape == expected.shape and relative_error(out, expected) < EIGHT_BIT
     (call,) = asked
@@ -78,14 +78,13 @@ def test_layouts(calls, sparse, asked, generator, layout, kv_heads, skip_output_
 @pytest.mark.parametrize(
     ("options", "unknown"),
     [
-        ({"transformer_options": {}, "_inside_attn_wrapper": True, "enable_gqa": True}, ()),
-        ({"scale": 0.5, "low_precision_attention": True, "preferred_attention": object()}, ()),
-        ({"is_causal": False, "window": None}, ()),
-        ({"is_causal": True}, ("is_causal",)),
+        ({"transformer_options": {}, "_inside_attn_wrapper": True, "enable_gqa": True}, False),
+        ({"scale": 0.5, "low_precision_attention": True, "preferred_attention": object()}, False),
+        ({"is_causal": False, "window": None}, False),
+        ({"is_causal": True}, True),
     ],
 )
 def test_options_that_would_change_the_result_are_noticed(calls, generator, options, unknown):
     q, k, v = qkv(generator, "flat")
-    facts = calls.AttentionCall.of((q, k, v, 4), options).facts
-    assert facts.unknown_options == unknown
-    assert not facts.refuses_low_precision
+    why = "the model uses an option unknown here (is_causal)" if unknown else None
+    assert calls.call_of((q, k, v, 4), options).why_exact == why

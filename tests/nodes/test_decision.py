@@ -4,11 +4,23 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 
 @pytest.fixture(scope="module")
 def decision(load_pack):
     return load_pack("sparge.session.calls")
+
+
+@pytest.fixture(scope="module")
+def call_of(decision):
+    """call_of(queries, keys, **fields) without memory."""
+
+    def made(queries, keys, **fields):
+        q, k = (torch.empty(1, 1, tokens, 64, device="meta") for tokens in (queries, keys))
+        return decision.Call(q, k, k, **fields)
+
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -29,11 +41,11 @@ def layout_of(load_pack):
 
 
 @pytest.fixture(scope="module")
-def why(decision, settings, layout_of):
+def why(decision, call_of, settings, layout_of):
     layout, widgets = layout_of(context=77), settings(min_tokens=1000)
 
-    def reason(tokens=1000, keys=None, **facts):
-        call = decision.CallFacts(tokens, tokens if keys is None else keys, **facts)
+    def reason(tokens=1000, keys=None, **fields):
+        call = call_of(tokens, tokens if keys is None else keys, **fields)
         return decision.Decision.of(call, layout, widgets).why_exact
 
     return reason
@@ -44,12 +56,8 @@ def why(decision, settings, layout_of):
     [
         ({}, None),
         ({"keys": 77}, "cross-attention"),
-        ({"has_mask": True}, "attention mask"),
-        ({"refuses_low_precision": True}, "the model asks for full precision here"),
-        (
-            {"unknown_options": ("is_causal", "bias")},
-            "the model uses an option unknown here (is_causal, bias)",
-        ),
+        ({"mask": torch.ones(1)}, "attention mask"),
+        ({"why_exact": "asked for"}, "asked for"),
         ({"tokens": 999}, "fewer than min_tokens (1000) tokens"),
     ],
     ids=str,
@@ -83,19 +91,19 @@ CALLS = {
 
 @pytest.mark.parametrize("known", [True, False], ids=["with a row", "without"])
 @pytest.mark.parametrize("case", CALLS)
-def test_what_attends_to_what(decision, settings, layout_of, case, known):
+def test_what_attends_to_what(decision, call_of, settings, layout_of, case, known):
     """Lengths that nothing else has tell text, pictures and sound; what is left is no
     cross-attention as far as anybody knows."""
     given = {"context": 77, "prompts": frozenset({257})}
     layout = layout_of((4, 8, 10), "NONE", **given) if known else layout_of(**given)
     queries, keys, kind = CALLS[case]
-    found = decision.Decision.of(decision.CallFacts(queries, keys), layout, settings(), beside={30})
+    found = decision.Decision.of(call_of(queries, keys), layout, settings(), beside={30})
     assert found.kind is decision.Kind[kind]
 
 
 @pytest.mark.parametrize("queries", [80, 320])
-def test_sound_as_long_as_the_clip_tells_nothing(decision, settings, layout_of, queries):
+def test_sound_as_long_as_the_clip_tells_nothing(decision, call_of, settings, layout_of, queries):
     """The clip attends to itself, in parts or not, in as many tokens."""
-    layout, call = layout_of((4, 8, 10), "NONE"), decision.CallFacts(queries, 320)
+    layout, call = layout_of((4, 8, 10), "NONE"), call_of(queries, 320)
     found = decision.Decision.of(call, layout, settings(min_tokens=0), beside={320})
     assert (found.is_of_clip, found.why_exact) == (True, None)

@@ -38,7 +38,7 @@ def excess(load_pack):
     module, call = load_pack("nodes.override_check"), load_pack("sparge.session").Call
 
     def of(q, k, v, out, mask=None, scale=None, approximates=False):
-        rows = module.PlainRows.of(call(q, k, v, scale), mask)
+        rows = module.PlainRows.of(call(q, k, v, scale, mask=mask, key_mask=mask))
         return float(rows.excess(out, approximates))
 
     return of

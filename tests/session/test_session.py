@@ -7,7 +7,6 @@ import gc
 import threading
 import weakref
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 import pytest
@@ -23,8 +22,6 @@ from sparge.session import (
     MASK,
     Aim,
     Call,
-    CallFacts,
-    GivenCall,
     Layer,
     Pass,
     Session,
@@ -257,39 +254,23 @@ def test_a_session_that_has_ended_holds_no_order_on_the_device(asked) -> None:
     assert [copy() for copy in copies] == [None] * 3
 
 
-class Given(GivenCall):
-    """A call of a host, with a mask or without."""
+def masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Call:
+    """A call of a framework with a mask that may be padding."""
+    return Call(q, k, v, mask=mask, key_mask=mask)
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> None:
-        self.q, self.qkv, self.mask = q, (q, k, v), mask
 
-    @cached_property
-    def tensors(self) -> Call:
-        return Call(*self.qkv)
-
-    @cached_property
-    def facts(self) -> CallFacts:
-        return CallFacts(self.q.shape[2], self.qkv[1].shape[2], self.mask is not None, True)
-
-    @property
-    def key_mask(self) -> Tensor | None:
-        return self.mask
-
-    def of_tensors(self, call: Call) -> Given:
-        return Given(*call.qkv)
-
-    def exact(self) -> Tensor:
-        return scaled_dot_product_attention(*self.qkv, attn_mask=self.mask)
+def exact(call: Call) -> Tensor:
+    return scaled_dot_product_attention(*call.qkv, attn_mask=call.mask)
 
 
 TEXT_FIRST = replace(LAYOUT, text=TextPosition.FIRST, masked=True)
 
 
-def served(session: Session, given: Given, step: int = 0, ends=None, **named: Any) -> Tensor:
+def served(session: Session, call: Call, step: int = 0, ends=None, **named: Any) -> Tensor:
     running = Pass(session=session, layout=TEXT_FIRST, step=Step((0,), step, **named), device=CPU)
-    decision = running.decision(given)
+    decision = running.decision(call)
     decision = decision if ends is None else replace(decision, ends=ends)
-    out = running.serve(given, decision, Layer(0, 0), given.exact)
+    out = running.serve(call, decision, Layer(0, 0), lambda: exact(call))
     running.end()
     return out
 
@@ -306,7 +287,7 @@ def test_calls_of_one_size_may_have_other_exact_ends(qkv: Qkv, asked, mode, monk
         or sparse(self, policy, *rest)
     )  # fmt: skip
     for step, ends in enumerate((None, None, (0, 0), (0, 16), None)):
-        served(session, Given(*qkv), step, ends)
+        served(session, Call(*qkv), step, ends)
     found = [(policy.exact_prefix, policy.exact_suffix) for policy in policies][-4:]
     assert found == [(8, 0), (0, 0), (0, 16), (8, 0)]
 
@@ -322,13 +303,13 @@ def padding(real: int) -> Tensor:
 def test_padded_text_is_left_out(qkv: Qkv, mode: str) -> None:
     session = Session(replace(MANUAL, mode=mode, quality="fast"))
     for step in range(3):
-        given = Given(*qkv, padding(5))
-        out = served(session, given, step, index=step, of_sparse=3)
-        assert rel_l2(out, given.exact()) < 0.5
-        assert rel_l2(out[:, :, 5:8], given.exact()[:, :, 5:8]) < 1e-5, "that is dense"
+        call = masked(*qkv, padding(5))
+        out = served(session, call, step, index=step, of_sparse=3)
+        assert rel_l2(out, exact(call)) < 0.5
+        assert rel_l2(out[:, :, 5:8], exact(call)[:, :, 5:8]) < 1e-5, "that is dense"
     assert session.counts.sparse == (3 if mode == "manual" else 2)
     assert session.counts.tokens == GRID.tokens - 3
-    served(session, Given(*qkv, torch.rand(1, 1, GRID.tokens)), 3)
+    served(session, masked(*qkv, torch.rand(1, 1, GRID.tokens)), 3)
     assert session.counts.reasons[MASK] == 1
 
 
@@ -337,12 +318,12 @@ def test_errors_of_ours_cost_nobody_a_picture(qkv: Qkv, monkeypatch, caplog) -> 
         raise IndexError("of ours")
 
     monkeypatch.setattr(Call, "sparse", fails)
-    session, given = Session(MANUAL), Given(*qkv)
-    assert torch.equal(served(session, given), given.exact())
+    session, call = Session(MANUAL), Call(*qkv)
+    assert torch.equal(served(session, call), exact(call))
     assert session.counts.reasons == {FAILED: 1} and "IndexError: of ours" in caplog.text
-    monkeypatch.setattr(Given, "exact", fails)
+    monkeypatch.setitem(globals(), "exact", fails)
     with pytest.raises(IndexError, match="of ours"):
-        served(session, given)
+        served(session, call)
     assert session.counts.dense == 1, "an error of the host's is the host's"
 
 
@@ -368,7 +349,7 @@ def test_kernels_that_are_not_there_or_wrong(asked, qkv: Qkv, monkeypatch, wait,
     monkeypatch.setattr(module, "check_once", check)
     session = Session(MANUAL)
     session.await_kernels(CPU, wait)
-    served(session, Given(*qkv))
+    served(session, Call(*qkv))
     assert [*session.counts.reasons] == [reason] * (reason is not None)
     assert session.unusable(torch.device("meta")) is None, "a device has its own"
 
