@@ -41,6 +41,11 @@ _NOT_WALKED = (type, ModuleType, torch.nn.Module)
 #: Query rows of a batch entry, spread over all its tokens: both ends, where text stands, are among
 #: them.
 ROWS = 32
+#: Heads of keys that are compared, other ones in each layer and step: all 40 of a 14B model would
+#: take 9 % of a run of four steps.
+HEADS = 8
+#: Keys that are summed over side by side: one long sum keeps little of a GPU busy.
+_CHUNK = 1024
 #: Bytes of a part of the keys in float32.
 _PART = 64 << 20
 #: Levels of int8 on either side of zero.
@@ -127,7 +132,7 @@ class Check:
             return dense()
         expected: PlainRows | None = None
         with self._caught():  # before the override has the tensors: it may change them in place
-            expected = PlainRows.of(call)
+            expected = PlainRows.of(call, first_head=row + step.number * HEADS)
         out = dense()
         with self._caught():
             if expected is not None:
@@ -245,8 +250,8 @@ def _is_plain_state(value: Any) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class PlainRows:
-    """A few query rows of the result of a call, in exact arithmetic, and how far from them a plain
-    backend may be: whatever computes just this attention, in 16 bits or in 8.
+    """A few query rows of a few heads of the result of a call, in exact arithmetic, and how far
+    from them a plain backend may be: whatever computes just this attention, in 16 bits or in 8.
 
     The error that 8 bits make differs by a factor of ten between layers, so it is predicted for the
     very rows, keys and values: a fixed limit would take a temperature in one layer for rounding,
@@ -255,27 +260,35 @@ class PlainRows:
 
     rows: Tensor
     """(rows,) int64: their places among the queries."""
+    heads: Tensor
+    """(heads,) int64: numbers of the query heads."""
     out: Tensor
-    """(B, H, rows, D) float32: the exact result."""
+    """(B, heads, rows, D) float32: the exact result."""
     noise: Tensor
-    """(B, H, rows) float32: expected square of the error of 8 bits."""
+    """(B, heads, rows) float32: expected square of the error of 8 bits."""
 
     @classmethod
     @torch.no_grad()
-    def of(cls, call: Call) -> PlainRows:
-        """Computes them, part by part of the heads. Never waits."""
-        rows = _spread(call.query_tokens, call.q.device)
-        with torch.autocast(call.q.device.type, enabled=False):
-            parts = [_attended(*part) for part in _parts(call, rows)]
+    def of(cls, call: Call, first_head: int = 0) -> PlainRows:
+        """Computes them, part by part of the heads. Never waits. first_head: number of the first
+        head of keys, counted on from the last one to 0."""
+        device, kv_heads = call.q.device, call.k.shape[1]
+        rows, group = _spread(call.query_tokens, device), call.head_count // kv_heads
+        compared = min(HEADS, kv_heads)
+        of_keys = torch.arange(compared, device=device) * kv_heads // compared + first_head
+        of_keys = of_keys % kv_heads
+        heads = of_keys.unsqueeze(1) * group + torch.arange(group, device=device)
+        with torch.autocast(device.type, enabled=False):
+            parts = [_attended(*part) for part in _parts(call, rows, of_keys)]
         outs, noises = zip(*parts, strict=True)
-        return cls(rows, torch.cat(outs, 1), torch.cat(noises, 1))
+        return cls(rows, heads.flatten(), torch.cat(outs, 1), torch.cat(noises, 1))
 
     @torch.no_grad()
     def excess(self, out: Tensor, approximates: bool) -> Tensor:
         """Largest quotient of what a result (B, H, N, D) shows and what a plain backend may show:
         above 1 it is none. A scalar on the device. approximates: the backend is known for an
         approximation."""
-        found = out.index_select(2, self.rows).float()
+        found = out.index_select(1, self.heads).index_select(2, self.rows).float()
         known = self.out.isfinite().all(-1)
         error, norm, along = (
             torch.where(known, x.sum(-1), 0)
@@ -304,20 +317,27 @@ def _spread(tokens: int, device: torch.device) -> Tensor:
 
 
 def _parts(
-    call: Call, rows: Tensor
+    call: Call, rows: Tensor, kv_heads: Tensor
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, float, Tensor | None]]:
-    """Yields q (B, Hkv, heads a key head, rows, D), k and v (B, Hkv, 1, M, D) in float32, scale and
-    mask of some key heads."""
+    """Yields q (B, heads, a key head's heads, rows, D), k and v (B, heads, 1, M, D) in float32,
+    scale and mask of some of these key heads."""
     q, k, v = call.qkv
-    batch, kv_heads, keys, head_dim = k.shape
-    scale = head_dim**-0.5 if call.scale is None else call.scale
+    batch, every, keys, head_dim = k.shape
     mask = None if call.key_mask is None else call.key_mask.reshape(-1, 1, 1, 1, keys)
-    q = q.index_select(2, rows).float().unflatten(1, (kv_heads, -1))
-    step = max(1, _PART // (4 * batch * keys * head_dim))
-    for first in range(0, kv_heads, step):
-        part = slice(first, first + step)
-        keys_of, values_of = (x[:, part].float().unsqueeze(2) for x in (k, v))
-        yield q[:, part], keys_of, values_of, scale, mask
+    q = q.index_select(2, rows).unflatten(1, (every, -1))
+    for part in kv_heads.split(max(1, _PART // (4 * batch * keys * head_dim))):
+        queries, keys_of, values_of = (x.index_select(1, part).float() for x in (q, k, v))
+        yield queries, keys_of.unsqueeze(2), values_of.unsqueeze(2), call.softmax_scale, mask
+
+
+def _summed(weights: Tensor, x: Tensor) -> Tensor:
+    """(..., rows, D): products of weights (..., rows, M) and x (..., M, D)."""
+    whole = x.shape[-2] // _CHUNK * _CHUNK
+    rest = weights[..., whole:] @ x[..., whole:, :]
+    if not whole:
+        return rest
+    parts = weights[..., :whole].unflatten(-1, (-1, _CHUNK)).movedim(-2, -3)
+    return (parts @ x[..., :whole, :].unflatten(-2, (-1, _CHUNK))).sum(-3) + rest
 
 
 def _attended(
@@ -332,7 +352,7 @@ def _attended(
         hides = mask.dtype == torch.bool
         scores = scores.masked_fill(~mask, -torch.inf) if hides else scores + mask
     weights = scores.softmax(-1)
-    out, of_rounded = (weights @ v).chunk(2, -2)
+    out, of_rounded = _summed(weights, v).chunk(2, -2)
     squares = weights.chunk(2, -2)[0].square()
     # The keys' error differs from key to key, and so do those of weights and values: they add up by
     # their squares. That of a query is the same for all keys.
@@ -340,7 +360,7 @@ def _attended(
     reach = torch.maximum(k.amax(-2, keepdim=True) - mean, mean - k.amin(-2, keepdim=True))
     of_score = (scale / _INT8 * reach.amax(-1, keepdim=True)).square() / 12
     of_score = of_score * q.square().sum(-1, keepdim=True)
-    of_values = squares @ v.square().sum(-1, keepdim=True)
+    of_values = (squares * v.square().sum(-1).unsqueeze(-2)).sum(-1, keepdim=True)
     of_out = squares.sum(-1, keepdim=True) * out.square().sum(-1, keepdim=True)
     noise = 2 * (_E4M3 + of_score) * of_values + 2 * of_score * of_out
     noise = noise.squeeze(-1) + (of_rounded - out).square().sum(-1)

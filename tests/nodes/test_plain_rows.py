@@ -183,3 +183,19 @@ def test_what_the_model_gives_is_no_change(excess, make_qkv):
     v[:, 1] = 0
     assert excess(q, k, v, exact(q, k, v)) < 1e-3
     assert excess(q, k, v, exact(q, k, v) + 0.1) > 1
+
+
+def test_layers_in_turn_compare_every_head(load_pack, generator):
+    """A change of one head of 24, of which two share keys, is found in one layer of a few."""
+    module, call = load_pack("nodes.override_check"), load_pack("sparge.session").Call
+    q, k, v = (torch.randn(1, heads, 300, 64, generator=generator) for heads in (24, 12, 12))
+    out = exact(q, k, v, enable_gqa=True)
+    changed = out.clone()
+    changed[:, 17] *= 1.2
+    seen = []
+    for layer in range(4):
+        rows = module.PlainRows.of(call(q, k, v), first_head=layer)
+        assert rows.excess(out, False) < 1
+        seen.append(float(rows.excess(changed, False)) > 1)
+        assert seen[-1] == (17 in rows.heads)
+    assert any(seen) and not all(seen)
