@@ -187,7 +187,7 @@ struct AttendParams {
   const u8* pool_v;
   const PoolColumn* pool_columns;
   const float* pool_value_scale;
-  const u32* block_map;
+  const u32* block_map;              // null, without thresholds alone: every block is kept
   const HeadThresholds* thresholds;
   float* lse;          // (batch, heads, queries) natural log, may be null
   float* partial_out;  // (batch, heads, queries, channels) unnormalised float32, may be null

@@ -3,23 +3,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from types import NoneType
 from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from .call import CheckedCall, make_call
-from .checks.argument import check_kind, flag
-from .checks.validate import Alignment, as_heads_first, check_layout, check_output_dtype
+from .call import CheckedCall, check_call, check_gradients
+from .checks.validate import Alignment
 from .head_settings import HeadSettings
+from .kernels import capabilities
 from .order.grid import TokenOrder
 from .policy import SparsePolicy
+from .stages import op
 from .stages.bottom_right import run_bottom_right
-from .stages.pipeline import run
+from .stages.kind import CallRules, CallTensors, key_of, rules_text
+from .stages.prepared import find, prepare
 from .stats import AttentionStats
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+_TENSOR = (Tensor, torch.nn.Parameter)
+_MAYBE_TENSOR = (*_TENSOR, NoneType)
+#: Types of block masks that kernels read.
+_MASKS = (torch.bool, torch.uint8, torch.int8)
+_DEFAULT = SparsePolicy()
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_transform = torch._C._functorch.maybe_current_level  # pyright: ignore[reportAttributeAccessIssue]
+_trace = torch._C._get_tracing_state
 
 
 class _Options(TypedDict, total=False):
@@ -114,44 +128,106 @@ def attention(
             none, calls use this one already, or torch.compile traced the call (call
             ``sparge.kernels.warm(device)`` before); ``log`` says why.
     """
-    call = make_call(
-        q, k, v, policy, layout, is_causal, scale, key_lengths, block_mask, order, head_settings,
-        causal,
-    )  # fmt: skip
-    check_output_dtype(output_dtype)
-    dtype = output_dtype or call.q.dtype
+    policy = _DEFAULT if policy is None else policy
     out_layout = layout if out_layout is None else out_layout
-    check_layout("out_layout", out_layout)
-    return_lse = flag("return_lse", return_lse)
-    counters = None if stats is None else _counters_of(stats, call.q.device)
-    out = _empty_output(call, dtype, out_layout)
-    lse = None
-    if return_lse:
-        lse = torch.empty(call.q.shape[:3], dtype=torch.float32, device=q.device)
-    if call.bottom_right:
-        run_bottom_right(call, out, lse, counters)
+    counters = stats.counters if isinstance(stats, AttentionStats) else None
+    key = None
+    if (
+        not torch.compiler.is_compiling()
+        and _dispatch_modes() == 0
+        and _transform() is None
+        and _trace() is None
+        and type(q) in _TENSOR
+        and type(k) in _TENSOR
+        and type(v) in _TENSOR
+        and type(key_lengths) in _MAYBE_TENSOR
+        and type(block_mask) in _MAYBE_TENSOR
+        and type(policy) is SparsePolicy
+        and type(order) in (TokenOrder, NoneType)
+        and type(head_settings) in (HeadSettings, NoneType)
+        and type(stats) in (AttentionStats, NoneType)
+        and type(layout) is type(out_layout) is str
+        and type(is_causal) is type(return_lse) is bool
+        and type(causal) in (str, NoneType)
+        and type(scale) in (float, NoneType)
+        and type(output_dtype) in (torch.dtype, NoneType)
+        and not (q.is_neg() or k.is_neg() or v.is_neg())
+    ):
+        key = key_of(
+            q, k, v, key_lengths, block_mask, counters,
+            policy.facts, policy.attention_sink, policy.exact_prefix, policy.exact_suffix,
+            None if order is None else order.facts,
+            None if head_settings is None else (head_settings.facts, head_settings.density.device),
+            layout, out_layout, is_causal, causal, scale, output_dtype, return_lse,
+        )  # fmt: skip
+    prepared = None if key is None else find(key)
+    if prepared is not None:
+        if torch.is_grad_enabled() or forward_ad._current_level >= 0:
+            check_gradients(q, k, v, policy, block_mask, head_settings)
+        heads = prepared.kind.shape.heads
+        tensors = _tensors(
+            q, k, v, heads, policy, key_lengths, block_mask, order, head_settings, counters
+        )
+        out, lse = prepared.run(tensors, layout)
     else:
-        run(call, out, lse, counters)
+        call = check_call(
+            q, k, v, policy, layout=layout, out_layout=out_layout, is_causal=is_causal,
+            causal=causal, scale=scale, key_lengths=key_lengths, block_mask=block_mask,
+            order=order, head_settings=head_settings, stats=stats, output_dtype=output_dtype,
+            return_lse=return_lse,
+        )  # fmt: skip
+        if call.ends_with_keys:
+            out, lse = run_bottom_right(call, lambda part: _run(part, counters))
+        else:
+            out, lse = _run(call, counters, key)
     if stats is not None:
         stats.add_call()
-    out = as_heads_first("output", out, out_layout)  # its own inverse: back to the caller's layout
-    return out if lse is None else (out, lse)
+    return (out, lse) if return_lse and lse is not None else out
 
 
-def _counters_of(stats: AttentionStats, device: torch.device) -> Tensor:
-    check_kind("stats", stats, AttentionStats, f"an AttentionStats({str(device)!r})")
-    if stats.counters.device != device:
-        raise ValueError(
-            f"stats count on {stats.counters.device} and q is on {device}: give "
-            f"AttentionStats({str(device)!r})."
-        )
-    return stats.counters
+def _run(
+    call: CheckedCall, counters: Tensor | None, key: Hashable | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Result of a call in its layout, and log-sum-exps where it asks for them. key: what calls of
+    this kind are found by from now on; None for a call that modes or graphs may have to see."""
+    tensors = _tensors(
+        call.q, call.k, call.v, call.q.shape[1], call.policy, call.key_lengths, call.block_mask,
+        call.order, call.head_settings, counters,
+    )  # fmt: skip
+    text, exact = rules_text(call), (call.exact_prefix, call.exact_suffix)
+    if key is not None and capabilities(call.q.device).usable:
+        return prepare(key, tensors, CallRules.of(text, *exact, call.scale)).run(tensors)
+    q, k, v, *read = tensors[:-1]
+    token_slots = None if call.order is None else call.order.on(call.q.device).token_slots
+    out, lse = op.attention(q, k, v, read, token_slots, counters, text, exact, call.scale)
+    return out, lse if call.with_lse else None
 
 
-def _empty_output(call: CheckedCall, dtype: torch.dtype, out_layout: str) -> Tensor:
-    """Empty (B, H, Nq, D) view of memory in ``out_layout``."""
-    batch, heads, queries, channels = call.q.shape
-    if out_layout == "HND":
-        return torch.empty(batch, heads, queries, channels, dtype=dtype, device=call.q.device)
-    out = torch.empty(batch, queries, heads, channels, dtype=dtype, device=call.q.device)
-    return as_heads_first("output", out, out_layout)
+def _tensors(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    heads: int,
+    policy: SparsePolicy,
+    key_lengths: Tensor | None,
+    block_mask: Tensor | None,
+    order: TokenOrder | None,
+    head_settings: HeadSettings | None,
+    counters: Tensor | None,
+) -> CallTensors:
+    """Tensors that kernels read. heads: those of q."""
+    thresholds = order_kind = slots = counts = keys_exact = queries_exact = None
+    if head_settings is not None:
+        thresholds, order_kind = head_settings.table(policy), head_settings.order_kind
+    elif policy.has_tensors:
+        thresholds = policy.head_thresholds(heads, q.device)
+    if order is not None:
+        on_device = order.on(q.device)
+        slots, counts = on_device.slot_tokens, on_device.block_counts
+        keys_exact, queries_exact = on_device.keys_exact, on_device.queries_exact
+    if block_mask is not None and block_mask.dtype not in _MASKS:
+        block_mask = block_mask != 0
+    return CallTensors(
+        q, k, v, key_lengths, block_mask, thresholds, slots, counts, keys_exact, queries_exact,
+        order_kind, counters,
+    )  # fmt: skip

@@ -14,7 +14,6 @@ QUERY_BLOCK = 128  # queries that a row of the block map stands for, on every GP
 KEY_BLOCK = 64  # keys that one bit of it stands for
 STEP_BLOCKS = 2  # key blocks that attend takes at once on Hopper
 WORD_BITS = 32
-ALL_BLOCKS = -1  # word of a map that keeps 32 blocks; bits of blocks that do not exist do no harm
 
 Counts = TypeVar("Counts", Tensor, NDArray[np.int64])
 

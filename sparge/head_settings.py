@@ -10,6 +10,7 @@ import enum
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +36,16 @@ OPTIONAL = {
     "order_kind": (torch.int32, 0),
     "output_scale": (torch.float32, 1.0),
 }
+
+
+class SettingsFacts(NamedTuple):
+    """Plain values of head settings."""
+
+    heads: int
+    floor: int
+    pools: bool
+    has_order_kind: bool
+    has_output_scale: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +80,8 @@ class HeadSettings:
     pools: bool = True
     order_kind: Tensor | None = None
     output_scale: Tensor | None = None
+    facts: str = field(default="", init=False, repr=False)
+    """`SettingsFacts` as text."""
     # Not given, so that `replace` makes new ones: tables hold these values.
     _tables: dict[TableKey, Tensor] = field(default_factory=dict, init=False, repr=False)
 
@@ -94,6 +107,9 @@ class HeadSettings:
             ("pools", flag("pools", self.pools)),
         ):
             object.__setattr__(self, name, value)
+        optional = [getattr(self, name) is not None for name in OPTIONAL]
+        facts = (self.heads, self.floor, self.pools, *optional)
+        object.__setattr__(self, "facts", repr(facts))
 
     @property
     def heads(self) -> int:

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import enum
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,6 +53,20 @@ def operand_dtype(*dtypes: torch.dtype) -> torch.dtype:
     return torch.float16 if all(dtype == torch.float16 for dtype in dtypes) else torch.bfloat16
 
 
+class PolicyFacts(NamedTuple):
+    """Plain values of a policy by the names of its fields, None for a threshold that is a tensor.
+    Its sink and its exact tokens are not among them: parts of a call differ in those."""
+
+    select_by: str
+    topk: float | None
+    cdfthreshd: float | None
+    simthreshd1: float | None
+    pvthreshd: float | None
+    keep_diagonal: bool
+    smooth_k: bool
+    precision: str
+
+
 @dataclass(frozen=True)
 class SparsePolicy:
     """Rules for which key blocks each query block attends to, and with what arithmetic.
@@ -85,6 +100,10 @@ class SparsePolicy:
     smooth_k: bool = True
     """Subtract the mean key before quantizing; exact, since softmax ignores a shared shift."""
     precision: Precision = Precision.INT8
+    facts: str = field(default="", init=False, repr=False, compare=False)
+    """`PolicyFacts` as text: in a graph of torch.compile numbers may become symbols."""
+    has_tensors: bool = field(default=False, init=False, repr=False, compare=False)
+    """Whether any threshold is a tensor."""
 
     def __post_init__(self) -> None:
         if self.select_by not in ("topk", "cdf"):
@@ -99,6 +118,10 @@ class SparsePolicy:
         for name in ("exact_prefix", "exact_suffix"):
             self._set(name, whole_number(name, getattr(self, name), 0, INT32_MAX))
         check_kind("precision", self.precision, Precision, _PRECISIONS)
+        values = [getattr(self, name) for name in PolicyFacts._fields[:-1]]
+        plain = [None if isinstance(value, Tensor) else value for value in values]
+        self._set("facts", repr((*plain, self.precision.value)))
+        self._set("has_tensors", bool(self.per_head))
 
     def _set(self, name: str, value: object) -> None:
         """Sets a field; NumPy's numbers become Python's."""

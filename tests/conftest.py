@@ -3,17 +3,17 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 
 from sparge.kernels import device
+from sparge.stages import prepared
+from tests.pretended_gpu import PretendedGpu
 
 Inputs = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
@@ -131,21 +131,20 @@ def fresh_targets(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 
 @pytest.fixture
-def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
-    """pretend_gpu(arch): `sparge.stages.pipeline`, the module, on a pretended GPU of that target
-    whose kernels nobody calls yet."""
+def pretend_gpu(
+    monkeypatch: pytest.MonkeyPatch, fresh_targets: Callable[[], None]
+) -> Iterator[Callable[..., PretendedGpu]]:
+    """pretend_gpu(arch): a GPU of that target, or an H200 whose target is found as a real one's."""
+    prepared._kept.clear()
 
-    def pretend(arch: str) -> ModuleType:
-        capability = device.Capability(True, "", arch)
-        for name in ("sparge.stages.launch", "sparge.call", "sparge.stages.pipeline"):
-            module = importlib.import_module(name)
-            monkeypatch.setattr(module, "capabilities", lambda _: capability)
-        return module
+    def pretend(arch: str | None) -> PretendedGpu:
+        fresh_targets()
+        return PretendedGpu(monkeypatch, arch)
 
-    return pretend
+    yield pretend
+    prepared._kept.clear()
 
 
 @pytest.fixture
-def pretended_gpu(pretend_gpu: Callable[[str], ModuleType]) -> ModuleType:
-    """An H200, as `pretend_gpu` makes it."""
+def pretended_gpu(pretend_gpu: Callable[..., PretendedGpu]) -> PretendedGpu:
     return pretend_gpu("sm_90a")

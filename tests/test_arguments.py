@@ -21,7 +21,7 @@ from sparge import (
     Unsupported,
     cube_order,
 )
-from sparge.stages import pipeline
+from sparge.stages import on_reference
 
 attention: Any = sparge.attention
 SPARSE = SparsePolicy(topk=0.4)
@@ -186,7 +186,7 @@ def test_calls_that_raise_do_not_count(make_qkv, monkeypatch: pytest.MonkeyPatch
         raise Unsupported("too long")
 
     with monkeypatch.context() as patch, pytest.raises(Unsupported, match="too long"):
-        patch.setattr(pipeline.on_reference, "run", refuse)
+        patch.setattr(on_reference, "attend", refuse)
         attention(q, k, v, stats=stats)
     assert stats.calls == 0
     attention(q, k, v, stats=stats)

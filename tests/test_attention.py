@@ -15,7 +15,6 @@ import sparge
 from benchmarks.kept import kept_blocks
 from benchmarks.metrics import rel_l2
 from sparge import HeadSettings, Precision, Router, SparsePolicy, TokenGrid
-from sparge.call import make_call
 from sparge.stats import Counter
 
 attention: Any = sparge.attention  # a tensor, or a pair with return_lse
@@ -74,16 +73,6 @@ class TestSixteenBit:
         out = attention(*given.values(), SIXTEEN_BIT, output_dtype=torch.float32)
         read = (x.bfloat16() if x.dtype == torch.float32 else x for x in given.values())
         assert rel_l2(out, scaled_dot_product_attention(*(x.double() for x in read))) < 1e-4
-
-    def test_kernels_are_told_likewise(self, make_qkv) -> None:
-        for mixed in (None, 0, 1, 2):
-            qkv = list(make_qkv(dtype=torch.float16))
-            if mixed is not None:
-                qkv[mixed] = qkv[mixed].bfloat16()
-            q, k, v = qkv
-            call = make_call(q, k, v, SIXTEEN_BIT, "HND", False, None, None, None)
-            expected = "FP16" if mixed is None else "BF16"
-            assert call.element.name == call.heads(0, 1).element.name == expected
 
 
 @pytest.mark.parametrize("is_causal", [True, False])

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch.compile sees the kernels' path as one graph of ops; traced here without a GPU."""
+"""torch.compile sees a call as one op in one graph; traced here without a GPU."""
 
 from __future__ import annotations
 
 import warnings
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,12 +12,20 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import sparge
-from sparge import AttentionStats, SparsePolicy
-from sparge.kernels import Capability
+from sparge import AttentionStats, HeadSettings, SparsePolicy, TokenGrid, grid_order
+from sparge.stages import op, prepared
 from sparge.stats import Counter
+from tests.pretended_gpu import PretendedGpu
 
 CASES: dict[str, dict[str, Any]] = {
-    "bottom-right": {"causal": "bottom-right"},
+    "bottom-right": {
+        "causal": "bottom-right",
+        "policy": SparsePolicy(attention_sink=True, exact_prefix=130),
+    },
+    "order": {
+        "order": grid_order(TokenGrid(3, 10, 10)),
+        "head_settings": HeadSettings.uniform(3, 0.3, pool_weight=1.0),
+    },
     "lengths": {"key_lengths": torch.tensor([70, 300], dtype=torch.int32)},
     "mask": {"block_mask": torch.arange(90).view(2, 3, 3, 5) % 3 == 0},
     "per head": {
@@ -29,8 +36,9 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("given", CASES)
-def test_the_reference_is_one_graph_too(make_qkv, given: str) -> None:
+def test_the_reference_is_one_graph_too(make_qkv, given: str, dynamic: bool) -> None:
     """The same code compiles with the same result where no kernel runs."""
     torch._dynamo.reset()
     q, k, v = make_qkv(2, 3, 300, 64, dtype=torch.float16)
@@ -46,27 +54,26 @@ def test_the_reference_is_one_graph_too(make_qkv, given: str) -> None:
 
     expected = layer(q, k, v)
     counted = stats.counters.clone()
-    got = torch.compile(layer, fullgraph=True, backend="aot_eager")(q, k, v)
+    assert stats.calls == 1
+    got = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=dynamic)(q, k, v)
     assert all(map(torch.equal, got, expected))
-    assert counted.any() and torch.equal(stats.counters, 2 * counted)
+    assert counted.any() and torch.equal(stats.counters, 2 * counted) and stats.calls == 2
 
 
-def test_the_reference_passes_opcheck(make_qkv) -> None:
+def test_the_op_passes_opcheck(make_qkv) -> None:
     q, k, v = make_qkv(1, 2, 150, 32)
-    out = torch.empty(1, 150, 2, 32, dtype=q.dtype).transpose(1, 2)
-    of_policy = (None, None, None, "topk", "int8")
-    rules = ([0, 7], [False, True, True], [0.5, 0.98, -0.1, 15.0], 0.2, True)
+    facts = f"({SparsePolicy(pvthreshd=15.0).facts}, None, None"
     counters = torch.zeros(len(Counter), dtype=torch.int64)
-    results = (out, torch.empty(1, 2, 150), counters)
-    torch.library.opcheck(torch.ops.sparge.reference, (q, k, v, *of_policy, *rules, *results))
+    for layout, with_lse in (("NHD", True), ("HND", False)):
+        rules = f"{facts}, True, False, {layout!r}, 'torch.float32', {with_lse})"
+        given = (q, k, v, [None] * 8, None, counters, rules, [0, 7], 0.2)
+        torch.library.opcheck(op.attention.default, given)
 
 
-def test_one_graph_with_true_strides(pretended_gpu: ModuleType, monkeypatch) -> None:
+def test_one_graph_with_true_strides(pretended_gpu: PretendedGpu, monkeypatch) -> None:
     torch._dynamo.reset()
     graphs: list[torch.fx.GraphModule] = []
-    building = Capability(True, "", "sm_90a", fallback="sm_90")
-    monkeypatch.setattr(pretended_gpu, "capabilities", lambda _: building)
-    monkeypatch.setattr(pretended_gpu, "build_kernels", lambda *_: pytest.fail("a trace builds"))
+    monkeypatch.setattr(prepared, "warm", lambda *_: pytest.fail("a trace builds"))
 
     class CapturedError(Exception):
         """Ends the compilation: the kernels of a pretended GPU cannot run."""
@@ -87,7 +94,7 @@ def test_one_graph_with_true_strides(pretended_gpu: ModuleType, monkeypatch) -> 
     with warnings.catch_warnings(), pytest.raises(Exception, match="CapturedError"):
         warnings.simplefilter("error")  # of a cache in what is traced, say
         layer(q, k, v)
-    assert ops_of(graphs[0].graph) == ["quantize", "route", "attend"]
+    assert ops_of(graphs[0].graph) == ["attention"]
 
 
 def ops_of(graph: torch.fx.Graph) -> list[str]:
@@ -101,4 +108,4 @@ def test_sizes_may_be_symbols() -> None:
 
     q, k, v = (torch.randn(1, 4, 300, 64, dtype=torch.bfloat16) for _ in range(3))
     graph = make_fx(layer, tracing_mode="symbolic")(q, k, v).graph
-    assert ops_of(graph) == ["quantize", "route", "attend"]
+    assert ops_of(graph) == ["attention"]

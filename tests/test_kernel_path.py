@@ -3,12 +3,8 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
-from ctypes import Structure
 from dataclasses import replace
 from itertools import pairwise
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,27 +21,27 @@ from sparge import (
     Unsupported,
     grid_order,
 )
-from sparge.call import CheckedCall, make_call
 from sparge.kernels import Element
-from sparge.kernels.params import HOPPER_ATTEND, AttendSizes, MeansSizes, RouteSizes
-from sparge.stages import on_reference, ops
+from sparge.kernels.params import HOPPER_ATTEND
+from sparge.stages import on_reference, prepared
 from sparge.stages.key_mean import LEAST_KEYS, STRIDE
+from sparge.stages.kind import CallTensors, TensorFacts
 from sparge.stages.quantize_grid import LONGEST_AXIS, QuantizeGrid
-from sparge.stages.rules import NO_ORDER, OrderFacts, QuantizeRules, Select
-from sparge.stages.workspace import CallShape, layout_of
-from sparge.stats import Counter
+from sparge.stages.workspace import CallShape, WorkspaceLayout
+from tests.pretended_gpu import PretendedGpu
 
-launch = importlib.import_module("sparge.stages.launch")
+attention: Any = sparge.attention
 GRID = TokenGrid(4, 10, 16)
 HEADS, KV_HEADS = 6, 2
 #: Elements of two bytes in a load of 16.
 LOAD = 8
+TOPK, CDF, MASK = 0, 1, 2  # `Select` of csrc/params.cuh
 
 
 @pytest.mark.parametrize("given", ["thresholds", "mask", "head settings"])
 @pytest.mark.parametrize("step", [1, 2])
 def test_groups_of_heads_give_what_all_heads_give(
-    make_qkv, pretended_gpu: ModuleType, monkeypatch, given: str, step: int
+    make_qkv, pretended_gpu: PretendedGpu, monkeypatch, given: str, step: int
 ) -> None:
     """A group is of kv heads and of the query heads that read them: three each here."""
     q, k, v = make_qkv(2, HEADS, 300, 64, kv_heads=KV_HEADS)
@@ -60,23 +56,25 @@ def test_groups_of_heads_give_what_all_heads_give(
     }[given]
     groups: list[int] = []
 
-    def run(call: CheckedCall, out: Tensor, lse: Tensor | None, counters: Tensor | None) -> None:
-        groups.append(call.k.shape[1])
-        assert call.q.shape[1] == call.k.shape[1] * HEADS // KV_HEADS
-        on_reference.run(call, out, lse, counters)
+    def queue(self: Any, tensors: CallTensors, out: Tensor, lse: Tensor) -> None:
+        groups.append(tensors.k.shape[1])
+        assert tensors.q.shape[1] == tensors.k.shape[1] * HEADS // KV_HEADS
+        result, sums = on_reference.attend(tensors, self.kind.rules, None)
+        (out if groups[-1] < KV_HEADS else out.transpose(1, 2)).copy_(result)
+        lse.copy_(sums)
 
-    def attend(limit: int) -> tuple[Tensor, Tensor, Tensor]:
+    def attend(heads_at_once: int) -> tuple[Tensor, Tensor, Tensor]:
         groups.clear()
         stats = AttentionStats("cpu")
-        monkeypatch.setattr(pretended_gpu, "_memory_limit", lambda _: limit)
+        prepared._kept.clear()
+        monkeypatch.setattr(prepared, "_heads_at_once", lambda *_: heads_at_once)
         named = {"stats": stats, "return_lse": True, "out_layout": "NHD", **options}
-        return (*sparge.attention(q, k, v, **named), stats.counters)
+        return (*attention(q, k, v, **named), stats.counters)
 
-    monkeypatch.setattr(pretended_gpu, "run_kernels", run)
-    whole = attend(1 << 40)
+    monkeypatch.setattr(prepared.PreparedCall, "queue", queue)
+    whole = attend(KV_HEADS)
     assert groups == [KV_HEADS]
-    monkeypatch.setattr(pretended_gpu, "_memory_needed", lambda _: 1 << 20)
-    parts = attend((1 << 20) * step // KV_HEADS)
+    parts = attend(step)
     assert groups == [step] * (KV_HEADS // step)
     assert all(map(torch.equal, whole, parts))
 
@@ -89,112 +87,89 @@ def test_vector_loads_need_whole_steps(odd: str) -> None:
         steps[odd] += LOAD // 2
     store = torch.zeros(20_000, dtype=torch.bfloat16)
     x = store.as_strided((2, 3, 5, 64), (*steps.values(), 1), 1 if odd == "address" else 0)
-    view = launch.view_of(x)
+    view = TensorFacts.of(x).view(x.data_ptr())
     assert (view.batch_stride, view.head_stride, view.token_stride) == tuple(steps.values())
     assert view.data == x.data_ptr()
     assert bool(view.vectorized) is (odd == "nothing")
 
 
-@pytest.fixture
-def queued(pretended_gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The parameters of every launch, by its entry, and the bytes of lists where it has such;
-    nothing is launched."""
-    parameters: dict[str, Any] = {}
-    sizes = {
-        "means": MeansSizes(slices=4),
-        "route": RouteSizes(16, 16, 1000),
-        "attend": AttendSizes(parts=1),
-    }
-
-    def find_kernel(entry: str, *_: object) -> SimpleNamespace:
-        return SimpleNamespace(entry=entry, sizes=sizes.get(entry), static_shared=20_000)
-
-    def queue(kernel: SimpleNamespace, grid: object, params: Structure, lists: int = 0) -> None:
-        parameters[kernel.entry] = params
-        if lists:
-            parameters["bytes of lists"] = lists
-
-    monkeypatch.setattr(launch, "find_kernel", find_kernel)
-    monkeypatch.setattr(launch, "queue", queue)
-    monkeypatch.setattr(launch, "resident_blocks", lambda _: 132)
-    return parameters
-
-
-def test_the_mean_key_is_sampled_in_long_orders_alone(queued: dict[str, Any]) -> None:
+def test_the_mean_key_is_sampled_in_long_orders_alone(pretended_gpu: PretendedGpu) -> None:
     for frames, ordered, stride in ((2, True, STRIDE), (1, True, 1), (2, False, 1)):
-        order, facts = grid_order(TokenGrid(frames, 64, 64)), NO_ORDER
+        order = grid_order(TokenGrid(frames, 64, 64))
         assert (order.tokens >= LEAST_KEYS) == (frames == 2)
-        if ordered:
-            facts = OrderFacts(order.slot_tokens, order.block_counts)
         q = torch.zeros(1, 1, order.tokens, 64, dtype=torch.bfloat16)
-        launch.quantize(q, q, q, None, Element.INT8_E4M3, QuantizeRules(), facts)
-        assert queued["means"].k_stride == stride
+        pretended_gpu.launched.clear()
+        attention(q, q, q, order=order if ordered else None)
+        assert pretended_gpu.of_entry("means").params.k_stride == stride
 
 
 @pytest.fixture
-def run_kernels(
-    queued: dict[str, Any], pretended_gpu: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., dict[str, Any]]:
-    """run_kernels(policy, causal, mask, (order, head_settings), tokens, counters): what the ops'
-    functions queue."""
-    stages = {name: getattr(ops, f"_{name}") for name in ("quantize", "route", "attend")}
-    monkeypatch.setattr(pretended_gpu, "ops", SimpleNamespace(**stages))
+def told(pretended_gpu: PretendedGpu) -> Any:
+    """told(policy, tokens, **options): the parameters of each launch of a call, by its entry."""
 
-    def run(
-        policy: SparsePolicy,
-        causal: bool,
-        mask: Any = None,
-        others: Any = (),
-        tokens: int = GRID.tokens,
-        counters: Any = None,
-    ) -> Any:
+    def run(policy: SparsePolicy, tokens: int = GRID.tokens, **options: Any) -> dict[str, Any]:
         q = torch.zeros(1, 2, tokens, 64, dtype=torch.bfloat16)
-        call = make_call(q, q, q, policy, "HND", causal, 0.125, None, mask, *others)
-        pretended_gpu.run_kernels(call, torch.empty_like(q), None, counters)
-        return queued
+        pretended_gpu.launched.clear()
+        attention(q, q, q, policy, scale=0.125, **options)
+        return {each.spec.entry: each.params for each in pretended_gpu.launched}
 
     return run
 
 
-def test_a_call_that_keeps_everything_is_routed_where_it_is_counted(run_kernels) -> None:
-    whole, counters = SparsePolicy(topk=1.0), torch.zeros(len(Counter), dtype=torch.int64)
-    assert "route" not in run_kernels(whole, False)
-    queued = run_kernels(whole, False, counters=counters)
-    assert queued["route"].counters == counters.data_ptr()
+def test_a_call_that_keeps_everything_is_routed_where_it_is_counted(told) -> None:
+    whole, stats = SparsePolicy(topk=1.0), AttentionStats("cpu")
+    params = told(whole)
+    assert "route" not in params and not params[HOPPER_ATTEND].block_map
+    params = told(whole, stats=stats)
+    assert params["route"].counters == stats.counters.data_ptr()
+    assert params["route"].block_map == params[HOPPER_ATTEND].block_map != 0
 
 
-def test_what_a_policy_says_reaches_the_kernels(run_kernels) -> None:
+def test_what_a_policy_says_reaches_the_kernels(told) -> None:
     policy = SparsePolicy(
         topk=0.5, cdfthreshd=0.875, simthreshd1=0.25, pvthreshd=15.0, attention_sink=True,
         keep_diagonal=False, exact_prefix=3, exact_suffix=5, smooth_k=False,
     )  # fmt: skip
-    queued = run_kernels(policy, True)
-    for entry, told in {
+    params = told(policy, is_causal=True)
+    for entry, expected in {
         "means": {"smooth_k": False},
         "quantize": {"with_queries": True, "with_similarity": True},
         "route": {
-            "select": Select.TOPK, "topk_blocks": 5, "floor": 1, "upstream": True,
+            "select": TOPK, "topk_blocks": 5, "floor": 1, "upstream": True,
             "cdfthreshd": 0.875, "simthreshd1": 0.25, "score_scale": 0.125, "causal": True,
             "attention_sink": True, "keep_diagonal": False, "exact_prefix": 3, "exact_suffix": 5,
             "rows_per_cta": 16,
         },
         HOPPER_ATTEND: {"scale": 0.125, "pvthreshd": 15.0, "causal": True, "tokens": GRID.tokens},
     }.items():  # fmt: skip
-        assert {name: getattr(queued[entry], name) for name in told} == told
-    assert "attend" not in queued
-    told = run_kernels(replace(policy, precision=Precision.INT8_FP16), True)
-    assert "attend" in told, "FP16 values have no kernel with wgmma"
+        assert {name: getattr(params[entry], name) for name in expected} == expected
+    assert "attend" not in params
+    told_fp16 = told(replace(policy, precision=Precision.INT8_FP16), is_causal=True)
+    assert "attend" in told_fp16, "FP16 values have no kernel with wgmma"
+
+
+@pytest.mark.parametrize("mixed", [None, 0, 1, 2])
+def test_fp16_products_are_of_fp16_alone(make_qkv, pretended_gpu: PretendedGpu, mixed) -> None:
+    """fp16 holds nothing beyond 65,504, bf16 does: inputs of two types are multiplied as bf16."""
+    qkv = list(make_qkv(dtype=torch.float16))
+    if mixed is not None:
+        qkv[mixed] = qkv[mixed].bfloat16()
+    attention(*qkv, SparsePolicy(precision=Precision.SIXTEEN_BIT))
+    expected = Element.FP16 if mixed is None else Element.BF16
+    specs = [each.spec for each in pretended_gpu.launched]
+    assert {spec.element for spec in specs if spec.reads_element} == {expected}
 
 
 @pytest.mark.parametrize(
     ("blocks", "words"), [(10, 1 + 1 + 1), (33, 2 + 1 + 1), (2049, 65 + 2 + 1)]
 )
 def test_a_list_has_a_bit_a_key_block_and_a_bit_a_tile_and_a_word_that_ends_it(
-    run_kernels, blocks: int, words: int
+    told, pretended_gpu: PretendedGpu, blocks: int, words: int
 ) -> None:
     """In words of 32, as csrc/attend/block_list.cuh writes them; a tile is 64 key blocks."""
     policy = SparsePolicy(topk=0.5, precision=Precision.INT8_FP16)
-    assert run_kernels(policy, False, tokens=64 * blocks)["bytes of lists"] == 4 * words
+    told(policy, tokens=64 * blocks)
+    assert pretended_gpu.of_entry("attend").extra_shared == 4 * words
 
 
 @pytest.mark.parametrize(
@@ -209,19 +184,19 @@ def test_a_list_has_a_bit_a_key_block_and_a_bit_a_tile_and_a_word_that_ends_it(
     ],
 )
 def test_scores_and_similarities_are_for_those_who_need_them(
-    run_kernels, given: dict[str, Any], scores: bool, similar: bool
+    told, given: dict[str, Any], scores: bool, similar: bool
 ) -> None:
     """A tensor's values are not known without waiting for the GPU. A call that keeps every block
     needs none, as far as the host knows: head settings have the last word."""
 
-    def told(**others: Any) -> tuple[bool, bool]:
-        params = run_kernels(SparsePolicy(**given), False, **others)["quantize"]
+    def asked(**options: Any) -> tuple[bool, bool]:
+        params = told(SparsePolicy(**given), **options)["quantize"]
         return bool(params.with_queries), bool(params.with_similarity)
 
-    assert told() == (scores, similar)
-    assert told(mask=torch.ones(1, 2, 5, 10, dtype=torch.bool)) == (False, False)
+    assert asked() == (scores, similar)
+    assert asked(block_mask=torch.ones(1, 2, 5, 10, dtype=torch.bool)) == (False, False)
     if "select_by" not in given:
-        assert told(others=(None, HeadSettings.uniform(2, 0.3)))[0]
+        assert asked(head_settings=HeadSettings.uniform(2, 0.3))[0]
 
 
 @pytest.mark.parametrize(
@@ -236,30 +211,29 @@ def test_scores_and_similarities_are_for_those_who_need_them(
     ],
 )
 def test_a_call_that_keeps_everything_is_not_routed(
-    run_kernels, given: dict[str, Any], causal: bool, head_settings: Any, routed: bool
+    told, given: dict[str, Any], causal: bool, head_settings: Any, routed: bool
 ) -> None:
-    queued = run_kernels(SparsePolicy(**given), causal, None, (None, head_settings))
-    assert ("route" in queued) == routed
-    assert queued[HOPPER_ATTEND].block_map
+    params = told(SparsePolicy(**given), is_causal=causal, head_settings=head_settings)
+    assert ("route" in params) == routed == bool(params[HOPPER_ATTEND].block_map)
 
 
 @pytest.mark.parametrize("order", [None, grid_order(GRID)], ids=["as they come", "ordered"])
 @pytest.mark.parametrize("head_settings", [None, HeadSettings.uniform(2, 0.3)], ids=["", "tuned"])
 def test_orders_reach_the_kernels_and_upstreams_semantics_are_of_plain_calls_alone(
-    run_kernels, order, head_settings
+    told, order, head_settings
 ) -> None:
     """A block's mass counts its keys with an order or head settings, and lists have whole steps."""
-    told = run_kernels(SparsePolicy(topk=0.3), False, None, (order, head_settings))["route"]
-    assert bool(told.upstream) == (order is None and head_settings is None)
+    route = told(SparsePolicy(topk=0.3), order=order, head_settings=head_settings)["route"]
+    assert bool(route.upstream) == (order is None and head_settings is None)
     for name in ("keys_exact", "queries_exact"):
         lies_at = None if order is None else getattr(order, name).data_ptr()
-        assert getattr(told, name) == lies_at
+        assert getattr(route, name) == lies_at
 
 
 @pytest.mark.parametrize("element", Element)
 @pytest.mark.parametrize("pools", [False, True])
 def test_intermediates_lie_one_after_another(element: Element, pools: bool) -> None:
-    layout = layout_of(CallShape(2, 4, 2, 300, 700, 96), element, True, pools)
+    layout = WorkspaceLayout(CallShape(2, 4, 2, 300, 700, 96), element, True, pools, True)
     fields = list(layout.fields.values())
     for field, following in pairwise(fields):
         assert field.offset + field.nbytes <= following.offset and following.offset % 256 == 0
@@ -267,7 +241,7 @@ def test_intermediates_lie_one_after_another(element: Element, pools: bool) -> N
     assert ("pool_k" in layout.fields) == pools
     workspace = torch.empty(layout.nbytes, dtype=torch.uint8)
     views = {name: layout.view(workspace, name).data_ptr() for name in layout.fields}
-    assert layout.addresses(workspace) == views
+    assert layout.addresses(workspace.data_ptr()) == views
 
 
 def grid_of(shape: CallShape, with_queries: bool = True) -> QuantizeGrid:

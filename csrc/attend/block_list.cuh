@@ -26,9 +26,9 @@ SPARGE_DEVICE bool load_list(u32* list, Smem& smem, const AttendParams& p) {
   const Problem& problem = p.problem;
   const Work& work = smem.work;
   const i32 words = problem.map_words(), tile_words = pool_words(problem), blocks = problem.key_blocks();
-  const u32* map = p.block_map + work.map_row(problem) * words;
+  const u32* map = work.map_row(p);
   for (int word = threadIdx.x; word < words; word += kThreads)
-    list[word] = map[word] & open_blocks(0, word, blocks);  // ALL_BLOCKS has bits of blocks that do not exist
+    list[word] = map_word(map, word) & open_blocks(0, word, blocks);
   const i32 end = work.pools() ? work.poolable(p) : 0, lane = threadIdx.x % kWarpSize;
   for (int word = threadIdx.x / kWarpSize; word < tile_words; word += kWarps) {
     const i32 tile = word * kMapBits + lane;

@@ -26,7 +26,7 @@ SPARGE_DEVICE float inverse_output_scale(const AttendParams& p, const Work& work
   const float output_scale = p.thresholds[work.head].output_scale;
   if (output_scale == 1.0f) return 1.0f;
   const i32 words = p.problem.map_words(), end = end_of_keys(p, work);
-  const u32* map = p.block_map + work.map_row(p.problem) * words;
+  const u32* map = work.map_row(p);
   u32 dropped = 0;
 #pragma unroll 1
   for (i32 word = threadIdx.x % kWarpSize; word < words; word += kWarpSize) dropped |= open_blocks(map[word], word, end);

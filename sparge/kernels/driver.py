@@ -17,7 +17,6 @@ from .cubin import LaunchInfo, read_launch_info, read_sizes, read_static_shared
 _INVALID_CONTEXT = 201
 _INVALID_HANDLE = 400
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-_OnePointer = c_void_p * 1
 
 
 class DriverNotFoundError(RuntimeError):
@@ -127,26 +126,26 @@ class Kernel:
             self._allow_shared(self.info.shared_bytes)
         self._launch = lib.cuLaunchKernel
 
-    def launch(
-        self,
-        grid: tuple[int, int, int],
-        params: ctypes.Structure,
-        extra_shared: int = 0,
-        stream: int = 0,
-    ) -> None:
-        """Queue the kernel on ``stream`` (a ``cuda_stream`` handle of this device).
-
-        ``params`` is copied before the call returns. ``extra_shared`` is bytes of dynamic shared
-        memory beyond ``info.shared_bytes``. Raises DriverError.
-        """
+    def allow_shared(self, extra_shared: int) -> None:
+        """Lets launches ask for so many bytes of dynamic shared memory beyond
+        ``info.shared_bytes``. Raises DriverError."""
         shared = self.info.shared_bytes + extra_shared
         if shared > self._shared_allowed:
             with current(self._lib, self._context):
                 self._allow_shared(shared)
-        pointers = _OnePointer(ctypes.addressof(params))
-        threads = self.info.threads
+
+    def launch(
+        self, grid: tuple[int, int, int], pointer: int, extra_shared: int, stream: int
+    ) -> None:
+        """Queue the kernel on ``stream`` (a ``cuda_stream`` handle of this device).
+
+        ``pointer`` is where the address of the parameter block lies, which is copied before the
+        call returns; ``extra_shared`` no more than `allow_shared` was asked for. Raises
+        DriverError.
+        """
+        shared, threads = self.info.shared_bytes + extra_shared, self.info.threads
         x, y, z = grid
-        arguments = (self._function, x, y, z, threads, 1, 1, shared, stream, pointers, None)
+        arguments = (self._function, x, y, z, threads, 1, 1, shared, stream, pointer, None)
         status = self._launch(*arguments)
         if status in (_INVALID_CONTEXT, _INVALID_HANDLE):
             # This thread has no context yet, or another device's: launch in the kernel's own.

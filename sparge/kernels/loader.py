@@ -84,6 +84,8 @@ def warm(
 
 def _get_all(specs: Iterable[KernelSpec], index: int, progress: Progress | None) -> None:
     wanted = list(specs)
+    if progress is None and all((spec, index) in _kernels for spec in wanted):
+        return
     waiting, done = iter(wanted), 0
     workers = min(len(wanted), os.cpu_count() or 1) or 1
     with ThreadPoolExecutor(workers) as pool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -81,6 +81,16 @@ class Segment:
         return block_count(self.tokens, KEY_BLOCK)
 
 
+class OrderFacts(NamedTuple):
+    """Plain values of a token order."""
+
+    order_kinds: int
+    slots: int
+    tokens: int
+    least_keys: int | None
+    """Fewest keys that lengths may leave; None where they may cut none off."""
+
+
 @dataclass(frozen=True, eq=False)
 class TokenOrder:
     """Tokens of a sequence in slots: 64 to a key block, 128 to a query block, some empty at segment
@@ -106,10 +116,19 @@ class TokenOrder:
     """(query_blocks,) bool: query blocks that hold a query which drops nothing."""
     segments: tuple[Segment, ...]
     """Empty in an order that was taken from another sequence: there they are not in one piece."""
+    facts: str = field(default="", init=False, repr=False)
+    """`OrderFacts` as text."""
     # Not given, so that `replace` makes new ones: copies hold these blocks.
     _copies: dict[torch.device, TokenOrder] = field(default_factory=dict, init=False, repr=False)
     _recorded: set[torch.device] = field(default_factory=set, init=False, repr=False)
     """Devices whose copies are never forgotten, because recorded calls read them in place."""
+
+    def __post_init__(self) -> None:
+        least_keys = self.tokens if self.segments else None
+        if len(self.segments) > 1 and self.segments[-1].queries_exact:
+            least_keys = self.segments[-1].first_token
+        facts = (self.order_kinds, self.slots, self.tokens, least_keys)
+        object.__setattr__(self, "facts", repr(facts))
 
     @property
     def slot_token(self) -> Tensor:

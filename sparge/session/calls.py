@@ -5,16 +5,14 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Collection, Hashable, Iterable
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from ..attention import attention
-from ..call import make_call
 from ..checks.validate import as_heads_first
 from ..compiling import being_recorded
 from ..errors import Unsupported
@@ -22,9 +20,6 @@ from ..head_settings import HeadSettings
 from ..order.grid import TokenGrid, TokenOrder
 from ..padding import CAPTURED, as_rows, is_real, key_padding, real_first
 from ..policy import EIGHT_BIT_DENSE, SparsePolicy
-from ..stages import pipeline
-from ..stages.launch import raw_stream
-from ..stages.recorded import Recording, noting
 from ..stats import AttentionStats
 from ..torch_attention import exact_attention
 from ..weak_cache import WeakTensorCache
@@ -138,13 +133,6 @@ class Call:
             return out
         return out.transpose(1, 2) if self.layout == "NHD" else out.transpose(1, 2).flatten(2)
 
-    def empty_result(self) -> Tensor:
-        """Memory for a result, as a view (B, H, N, D)."""
-        batch, heads, tokens, head_dim = self.q.shape
-        if self.layout == "HND":
-            return self.q.new_empty(self.q.shape)
-        return self.q.new_empty(batch, tokens, heads, head_dim).transpose(1, 2)
-
     def exact(self) -> Tensor:
         """Result of PyTorch's own attention."""
         return self.result(
@@ -176,75 +164,6 @@ class Call:
     def eight_bit(self) -> Tensor:
         """Result of 8-bit dense attention. Raises sparge.Unsupported likewise."""
         return self.sparse(EIGHT_BIT_DENSE)
-
-
-_ALIGNMENT = 16  # bytes of a vector load
-
-
-@dataclass(frozen=True, eq=False)
-class _Recorded:
-    """Recorded call, and the sizes of what it allocates."""
-
-    recording: Recording
-    workspace_bytes: int
-
-    def run(self, call: Call, stream: int) -> Tensor:
-        workspace = torch.empty(self.workspace_bytes, dtype=torch.uint8, device=call.q.device)
-        out = call.empty_result()
-        self.recording.run((*call.qkv, workspace, out), stream)
-        return call.result(out)
-
-
-class EightBitDense:
-    """8-bit dense calls of a run, as `Call.eight_bit` computes them. A model makes the same call in
-    every layer: its launches are recorded in the first one, which saves the host most of its time
-    in the others."""
-
-    def __init__(self) -> None:
-        self._recorded: dict[Hashable, _Recorded | None] = {}
-
-    def attend(self, call: Call) -> Tensor:
-        """Raises sparge.Unsupported where the library cannot serve the call."""
-        device = call.q.device
-        if device.type != "cuda" or _may_be_derived() or being_recorded(device):
-            return call.eight_bit()
-        stream = raw_stream(device.index)
-        kind = _launches(call, stream)
-        if kind not in self._recorded:
-            out, self._recorded[kind] = _record(call)
-            return out
-        recorded = self._recorded[kind]
-        if recorded is not None:
-            with suppress(torch.OutOfMemoryError):  # groups of heads may fit
-                return recorded.run(call, stream)
-        return call.eight_bit()
-
-
-def _may_be_derived() -> bool:
-    """Whether a derivative may be wanted, which only a call that is checked refuses."""
-    return torch.is_grad_enabled() or forward_ad._current_level >= 0
-
-
-def _launches(call: Call, stream: int) -> Hashable:
-    """Kind of a call, which its launches follow from, and the stream that fills its block map."""
-    tensors = ((x.shape, x.stride(), x.dtype, x.data_ptr() % _ALIGNMENT) for x in call.qkv)
-    return (*tensors, call.q.device, call.scale, call.layout, stream)
-
-
-def _record(call: Call) -> tuple[Tensor, _Recorded | None]:
-    """Result of a call, and its recording; None where it takes more than a run of the stages."""
-    q, k, v = call.qkv
-    checked = make_call(q, k, v, EIGHT_BIT_DENSE, "HND", False, call.scale, None, None)
-    if not pipeline.has_kernels(checked) or not pipeline.fits(checked):
-        return call.eight_bit(), None
-    out = call.empty_result()
-    with noting() as launches:
-        workspace = pipeline.quantize(checked)
-        block_map = pipeline.full_map(checked)
-        pipeline.attend(checked, workspace, block_map, out)
-    recording = Recording.of(launches, (*call.qkv, workspace, out), (block_map,))
-    recorded = None if recording is None else _Recorded(recording, workspace.nbytes)
-    return call.result(out), recorded
 
 
 def _exact() -> None:

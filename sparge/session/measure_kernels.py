@@ -24,15 +24,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..blocks import QUERY_BLOCK, block_count, pack
-from ..call import element_of
 from ..head_settings import Router
-from ..kernels import Element, capabilities
-from ..kernels.spec import measuring_element
+from ..kernels import Element
 from ..order.grid import EMPTY, TokenOrder
-from ..policy import PV_FILTER_OFF, Precision
-from ..stages import ops
-from ..stages.rules import AttendRules, OrderFacts, QuantizeRules, RouteRules, Select
-from ..stages.workspace import CallShape, WorkspaceLayout, layout_of
+from ..policy import PV_FILTER_OFF
+from ..stages.measuring import Measuring
+from ..stages.workspace import CallShape, WorkspaceLayout
 from ..thresholds import SELECTION, threshold_table
 from .measure import POOL_WEIGHTS, ROW_STEP, Measured, MeasuredCall, compared_rows, tokens_of_blocks
 
@@ -106,7 +103,7 @@ class _Facts:
     empty: Tensor
     """(S x 128, 1) bool: the slot holds none, in any token order."""
     means: Tensor
-    """(3, B, Hkv, channels) float32: the result of `ops.means`."""
+    """(3, B, Hkv, head_dim) float32: those of `Measuring.means`."""
     similar: Tensor
     """(B x H x candidates x S,) float32: self-similarity of each routed query block, which has no
     say."""
@@ -121,16 +118,15 @@ class _Facts:
     def of(cls, call: MeasuredCall) -> _Facts:
         """Facts on the device of the call; never waits for it."""
         device, (batch, heads, *_) = call.q.device, call.q.shape
-        element = element_of(Precision.INT8, call.q)
-        element = element if element.quantized else measuring_element(capabilities(device).arch)
+        measuring = Measuring(call.k, call.v, call.order, call.scale)
         tokens = tokens_of_blocks(call.order, call.query_blocks)
         routed = batch * heads * (len(call.candidates.measured) - 1) * len(call.query_blocks)
         return cls(
             call,
-            element,
+            measuring.element,
             tokens.flatten(1).clamp(min=0).long().unsqueeze(-1),
             (tokens[0] == EMPTY).view(-1, 1),
-            ops.means(call.k, call.v, None, True, int(element), ordered=True),
+            measuring.means(),
             torch.zeros(routed, dtype=torch.float32, device=device),
             _thresholds(call.candidates.measured).repeat(heads, 1, 1).to(device, non_blocking=True),
             pack(torch.ones_like(call.order.block_counts, dtype=torch.bool)),
@@ -170,7 +166,7 @@ class _Facts:
         return CallShape(batch, routed, kv_heads, queries, call.order.slots, channels)
 
     def layout(self, kv_heads: int) -> WorkspaceLayout:
-        return layout_of(self.routed_shape(kv_heads), self.element, False, True)
+        return WorkspaceLayout(self.routed_shape(kv_heads), self.element, False, True)
 
 
 def _thresholds(measured: tuple[float, ...]) -> Tensor:
@@ -200,7 +196,7 @@ def _head_groups(call: MeasuredCall, facts: _Facts) -> Iterator[slice]:
     kv_heads = call.k.shape[1]
     of_all, of_one = _bytes_of_all_heads(call, facts), _bytes_a_kv_head(call, facts)
     shape = CallShape.of(call.q, call.k, call.order.slots)
-    workspace = layout_of(shape, facts.element, True, True).nbytes
+    workspace = WorkspaceLayout(shape, facts.element, True, True).nbytes
     room = max(_LEAST_BYTES, int(_OF_A_CALL * workspace)) - of_all
     groups = block_count(kv_heads, max(1, room // of_one))
     for first, end in pairwise(kv_heads * group // groups for group in range(groups + 1)):
@@ -241,73 +237,29 @@ class _Group:
     ) -> None:
         group = call.q.shape[1] // call.k.shape[1]
         self.heads = slice(kv_heads.start * group, kv_heads.stop * group)
-        self.kv_heads, self.order, self.facts, self.scale = kv_heads, order, facts, call.scale
-        self.q, self.k, self.v = call.q[:, self.heads], call.k[:, kv_heads], call.v[:, kv_heads]
+        self.kv_heads, self.facts, self.q = kv_heads, facts, call.q[:, self.heads]
         self.rows, self.means = (x[:, self.heads] for x in rows)
-        self.layout = facts.layout(self.k.shape[1])
+        self.shape = facts.routed_shape(kv_heads.stop - kv_heads.start)
+        k, v = call.k[:, kv_heads], call.v[:, kv_heads]
+        self.measuring = Measuring(k, v, order, call.scale)
 
     def score(self, found: Tensor, truth: Tensor | None) -> None:
         """Fills in the heads of `found` (fields, B, H, rows) and `truth` (B, H, rows, D)."""
-        workspace = self._quantized()
+        workspace = self.measuring.quantized(self.q, self.facts.means[:, :, self.kv_heads])
         kept = self._kept(workspace)
         sums, row_max, row_sum = exact = self._exact(workspace, self._buckets(kept))
-        ops.score(
-            *exact,
-            self.rows,
-            workspace,
-            self.layout.shape.sizes(),
-            int(self.layout.element),
-            kept,
-            self.scale,
-            found[:, :, self.heads],
-        )
+        self.measuring.score(exact, self.rows, workspace, self.shape, kept, found[:, :, self.heads])
         if truth is not None:
             share = (row_max - row_max.amax(2, keepdim=True)).nan_to_num_(-torch.inf).exp2_()
             total = (row_sum * share).sum(2).unsqueeze(-1)
             truth[:, self.heads] = ((sums * share.unsqueeze(-1)).sum(2) / total).to(truth.dtype)
 
-    def _quantized(self) -> Tensor:
-        rules = QuantizeRules(
-            smooth_k=True, with_queries=False, with_pools=True, with_similarity=False
-        )
-        return ops.quantize(
-            self.q,
-            self.k,
-            self.v,
-            None,
-            int(self.layout.element),
-            *rules.flat(),
-            OrderFacts(self.order.slot_tokens, self.order.block_counts).flat(),
-            self.facts.means[:, :, self.kv_heads],
-        )
-
     def _kept(self, workspace: Tensor) -> Tensor:
         """(B, H, densities - 1, S, words) int32: the block map of each routed density."""
-        rules = RouteRules(
-            select=int(Select.TOPK),
-            topk_blocks=1,
-            cdfthreshd=1.0,
-            simthreshd1=0.0,
-            score_scale=self.scale,
-            causal=False,
-            attention_sink=False,
-            keep_diagonal=False,
-            exact_prefix=0,
-            exact_suffix=0,
-            floor=1,
-            upstream=False,
-        )
-        kept = ops.route(
+        kept = self.measuring.routed(
             workspace,
-            self.layout.shape.sizes(),
-            int(self.layout.element),
-            True,
-            *rules.flat(),
-            None,
-            None,
+            self.shape,
             self.facts.thresholds[self.heads].flatten(0, 1),
-            OrderFacts(keys_exact=self.order.keys_exact).flat(),  # query blocks are no slots of it
-            None,
             self.means.flatten(1, 2).contiguous(),
             self.facts.similar,
         )
@@ -326,37 +278,17 @@ class _Group:
         own: sums of exp2(s - max) v (B, H, buckets, rows, D), max and sums of exp2(s - max). Each
         KV head is a batch entry, so that one copy of the queries serves all buckets."""
         batch, heads, count, blocks, words = buckets.shape
-        kv_heads, shape = self.k.shape[1], self.layout.shape
+        kv_heads = self.shape.kv_heads
         by_kv = (batch * kv_heads, heads // kv_heads * count)
         q = self.rows.unsqueeze(2).expand(-1, -1, count, -1, -1)
         q = q.reshape(*by_kv, *q.shape[-2:])
-        # Outputs that nobody asks for go where nobody reads them.
-        out = q.new_empty(by_kv[0], 1, *q.shape[-2:]).expand_as(q)
-        sums = torch.empty(*buckets.shape[:-2], *q.shape[-2:], dtype=torch.float32, device=q.device)
-        row_max = sums.new_empty(sums.shape[:-1])
-        row_sum = torch.empty_like(row_max)
-        rules = AttendRules(
-            with_pools=False,
-            scale=self.scale,
-            pvthreshd=PV_FILTER_OFF,
-            pv_filter=False,
-            causal=False,
-        )
-        ops.attend(
-            q,
+        sums, row_max, row_sum = self.measuring.attended(
             workspace,
+            q,
             buckets.view(*by_kv, blocks, words),
-            CallShape(*by_kv, 1, blocks * QUERY_BLOCK, shape.keys, shape.channels).sizes(),
-            int(self.layout.element),
-            *rules.flat(),
-            None,
-            None,
-            OrderFacts(self.facts.compared).flat(),
-            out,
-            None,
-            sums.view(*q.shape),
-            row_max.view(*q.shape[:-1]),
-            row_sum.view(*q.shape[:-1]),
-            None,
+            self.facts.compared,
+            self.shape.keys,
         )
-        return sums, row_max, row_sum
+        by_bucket = (batch, heads, count)
+        sums = sums.view(*by_bucket, *q.shape[-2:])
+        return sums, row_max.view(*by_bucket, -1), row_sum.view(*by_bucket, -1)

@@ -44,7 +44,6 @@ from .calls import (
     Decision,
     Dense,
     DenseOnce,
-    EightBitDense,
     Kind,
     ReadMasks,
     RealTokens,
@@ -95,7 +94,6 @@ class Session:
         self.exact_dense = settings.exact_dense or self.aim is None
         self.even_if_slower = False
         """Whether nothing is timed, and no call is dense for being slower, on a CPU neither."""
-        self.eight_bit_dense = EightBitDense()
         self._notes: dict[str, None] = {}
         # Not a method: whoever holds it holds no run, whose heads would stay on their devices until
         # the cycle is found.
@@ -573,7 +571,7 @@ class Pass:
             suppress(Unsupported, torch.OutOfMemoryError),
             self._timed(Backend.EIGHT_BIT, call),
         ):
-            return self.session.eight_bit_dense.attend(call)
+            return call.eight_bit()
         return None
 
     def _exact(self, call: Call, compute: Dense) -> Tensor:

@@ -8,6 +8,7 @@ none, and the others are square.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -15,50 +16,49 @@ from torch import Tensor
 
 from ..blocks import KEY_BLOCK, QUERY_BLOCK
 from ..call import CheckedCall
-from ..policy import SparsePolicy
-from .pipeline import run
+from .kind import result_size
+
+#: Result in a call's layout, and its log-sum-exps where it asks for them.
+Run = Callable[[CheckedCall], tuple[Tensor, "Tensor | None"]]
 
 
-def run_bottom_right(
-    call: CheckedCall, out: Tensor, lse: Tensor | None, counters: Tensor | None
-) -> None:
-    """Runs `pipeline.run` on the parts of a call whose queries and keys differ in number."""
-    if call.q.shape[2] > call.k.shape[2]:
-        _run_last_queries(call, out, lse, counters)
-    else:
-        _run_merged(call, out, lse, counters)
+def run_bottom_right(call: CheckedCall, run: Run) -> tuple[Tensor, Tensor | None]:
+    """Makes a call whose queries and keys differ in number, by `run` of its parts."""
+    out = call.q.new_empty(result_size(call.out_layout, call.q.shape), dtype=call.out_dtype)
+    by_head = out if call.out_layout == "HND" else out.transpose(1, 2)
+    part = replace(call, out_layout="HND", ends_with_keys=False)
+    in_parts = _last_queries if call.q.shape[2] > call.k.shape[2] else _merged
+    return out, in_parts(part, run, by_head)
 
 
-def _run_last_queries(
-    call: CheckedCall, out: Tensor, lse: Tensor | None, counters: Tensor | None
-) -> None:
+def _last_queries(call: CheckedCall, run: Run, out: Tensor) -> Tensor | None:
+    """Writes `out` (B, H, Nq, D); gives the log-sum-exps."""
     first = call.q.shape[2] - call.k.shape[2]
     mask = call.block_mask
     square = replace(
         call,
         q=call.q[:, :, first:],
         block_mask=None if mask is None else mask[:, :, first // QUERY_BLOCK :],
-        policy=_later(call, first),
-        bottom_right=False,
+        exact_prefix=max(0, call.exact_prefix - first),
     )
     out[:, :, :first] = 0
-    if lse is None:
-        run(square, out[:, :, first:], None, counters)
-        return
-    part = torch.empty(square.q.shape[:3], dtype=torch.float32, device=lse.device)
-    run(square, out[:, :, first:], part, counters)
-    lse[:, :, :first] = -torch.inf
-    lse[:, :, first:] = part
+    out[:, :, first:], of_square = run(square)
+    if of_square is None:
+        return None
+    lse = of_square.new_full(call.q.shape[:3], -torch.inf)
+    lse[:, :, first:] = of_square
+    return lse
 
 
-def _run_merged(
-    call: CheckedCall, out: Tensor, lse: Tensor | None, counters: Tensor | None
-) -> None:
+def _merged(call: CheckedCall, run: Run, out: Tensor) -> Tensor:
+    """Likewise."""
+    call = replace(call, out_dtype=torch.float32, with_lse=True)
     outs, sums = [], []
     for part in (_rectangle(call), _triangle(call)):
-        outs.append(torch.empty(call.q.shape, dtype=torch.float32, device=out.device))
-        sums.append(torch.empty(call.q.shape[:3], dtype=torch.float32, device=out.device))
-        run(part, outs[-1], sums[-1], counters)
+        result, lse = run(part)
+        assert lse is not None
+        outs.append(result)
+        sums.append(lse)
     of_both = torch.logaddexp(*sums)
     unseen = of_both == -torch.inf
     # Weighted by the sum: a NaN in either part comes out, and rows that see no key have the weight
@@ -68,8 +68,7 @@ def _run_merged(
     ]
     outs[0].mul_(shares[0]).addcmul_(outs[1], shares[1])
     out.copy_(outs[0])
-    if lse is not None:
-        lse.copy_(of_both)
+    return of_both
 
 
 def _rectangle(call: CheckedCall) -> CheckedCall:
@@ -81,8 +80,7 @@ def _rectangle(call: CheckedCall) -> CheckedCall:
         k=call.k[:, :, :end],
         v=call.v[:, :, :end],
         block_mask=None if mask is None else mask[..., : end // KEY_BLOCK],
-        is_causal=False,
-        bottom_right=False,
+        causal=False,
     )
 
 
@@ -90,22 +88,11 @@ def _triangle(call: CheckedCall) -> CheckedCall:
     """Part of the call in which all queries see their own keys."""
     first = call.k.shape[2] - call.q.shape[2]
     mask = call.block_mask
-    policy = _later(call, first)
-    if policy.attention_sink:  # key 0 belongs to the other part
-        policy = replace(policy, attention_sink=False)
     return replace(
         call,
         k=call.k[:, :, first:],
         v=call.v[:, :, first:],
         block_mask=None if mask is None else mask[..., first // KEY_BLOCK :],
-        policy=policy,
-        bottom_right=False,
+        attention_sink=False,  # key 0 belongs to the other part
+        exact_prefix=max(0, call.exact_prefix - first),
     )
-
-
-def _later(call: CheckedCall, first: int) -> SparsePolicy:
-    """Policy for what follows `first` tokens of the sequence."""
-    policy = call.policy
-    if policy.exact_prefix:
-        policy = replace(policy, exact_prefix=max(0, policy.exact_prefix - first))
-    return policy

@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from ..blocks import block_count
 from ..errors import Unsupported
-from ..kernels.params import RouteSizes
 from .workspace import CallShape
 
 
@@ -22,8 +22,8 @@ class RouteShared:
     nbytes: int
 
     @classmethod
-    def of(cls, shape: CallShape, with_pools: bool, sizes: RouteSizes, limit: int) -> RouteShared:
-        """limit: bytes that a launch may ask for.
+    def of(cls, shape: CallShape, with_pools: bool, sizes: Any, limit: int) -> RouteShared:
+        """sizes: `RouteSizes` of the kernel. limit: bytes that a launch may ask for.
 
         Raises Unsupported where not even the scores of one query block fit.
         """
@@ -41,7 +41,7 @@ class RouteShared:
         return cls(rows, pitch, scores + shape.key_blocks + spare)
 
 
-def score_pitch(key_blocks: int, sizes: RouteSizes) -> int:
+def score_pitch(key_blocks: int, sizes: Any) -> int:
     """Whole steps of key blocks and eight numbers, so that pairs of numbers in four rows lie in 32
     banks. Of 512 key blocks, the 32,760 tokens of Wan, they would all lie in eight."""
     return block_count(key_blocks, sizes.key_step) * sizes.key_step + 8

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -36,10 +35,6 @@ class CallShape(NamedTuple):
         """Makes the sizes of q (B, H, Nq, D) and k (B, Hkv, Nk, D); ``slots`` of a token order."""
         queries, keys = (q.shape[2], k.shape[2]) if slots is None else (slots, slots)
         return cls(q.shape[0], q.shape[1], k.shape[1], queries, keys, q.shape[3])
-
-    def sizes(self) -> list[int]:
-        """Arguments of CallShape, for an op's schema."""
-        return list(self)
 
     @property
     def head_dim(self) -> int:
@@ -93,7 +88,7 @@ class WorkspaceLayout:
     """Fields of the workspace by name; shapes as in ``csrc/params.cuh``.
 
     A call with a block mask needs no query statistics, one without head settings no variances and
-    pseudo-keys: those fields are absent.
+    pseudo-keys, one that keeps every block no map: those fields are absent.
     """
 
     def __init__(
@@ -102,6 +97,7 @@ class WorkspaceLayout:
         element: Element,
         with_queries: bool,
         with_pools: bool = False,
+        with_map: bool = False,
     ) -> None:
         kv = (shape.batch, shape.kv_heads)
         blocks = (*kv, shape.key_blocks)
@@ -139,10 +135,11 @@ class WorkspaceLayout:
             self._add("pool_columns", (*tiles, KEY_BLOCK, len(PoolColumn._fields_)))
             if element is Element.INT8_INT8:
                 self._add("pool_value_scale", (*tiles, KEY_BLOCK))
-        # Last, so that attend, which reads neither, need not know whether they are there.
         if with_queries:
             self._add("q_similarity", queries)
             self._add("q_block_mean", (*queries, shape.head_dim))
+        if with_map:
+            self._add("block_map", shape.map_shape, torch.int32)
 
     def _add(self, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> None:
         field = self.fields[name] = Field(self._end, shape, dtype)
@@ -152,9 +149,8 @@ class WorkspaceLayout:
     def nbytes(self) -> int:
         return self._end
 
-    def addresses(self, workspace: Tensor) -> dict[str, int]:
-        """Device addresses of the fields, by name."""
-        start = workspace.data_ptr()
+    def addresses(self, start: int) -> dict[str, int]:
+        """Addresses of the fields of a workspace that starts there, by name."""
         return {name: start + field.offset for name, field in self.fields.items()}
 
     def view(self, workspace: Tensor, name: str) -> Tensor:
@@ -166,18 +162,11 @@ class WorkspaceLayout:
         return self._means.of(workspace)
 
 
-def layout_of(
-    shape: CallShape, element: Element, with_queries: bool, with_pools: bool
-) -> WorkspaceLayout:
-    """Layout of the workspace of a call. Kept, for a call asks for it four times
-    (docs/experiments.md, Layouts kept in a cache)."""
-    facts = shape, element, with_queries, with_pools
-    if torch.compiler.is_compiling():  # which warns of caches
-        return WorkspaceLayout(*facts)
-    try:
-        return _kept_layout(*facts)
-    except TypeError:  # sizes that are symbols have no hash
-        return WorkspaceLayout(*facts)
+def _field_names() -> frozenset[str]:
+    shape = CallShape(1, 1, 1, 1, 1, 1)
+    layouts = (WorkspaceLayout(shape, each, True, True, True) for each in Element)
+    return frozenset(name for layout in layouts for name in layout.fields)
 
 
-_kept_layout = functools.lru_cache(maxsize=256)(WorkspaceLayout)
+#: Names of the fields that some workspace has.
+FIELD_NAMES = _field_names()

@@ -5,19 +5,15 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
 
 import sparge
-from sparge import AttentionStats, reference
-from sparge.blocks import unpack
-from sparge.stages import ops
+from benchmarks.kept import routed
+from sparge import AttentionStats
 from sparge.stats import Counter
 from tests.fuzz.bounds import Bounds, Confidence, bounds, slack
 from tests.fuzz.draw import Case
@@ -101,30 +97,6 @@ def _call(case: Case, **given: Any) -> tuple[Tensor, Tensor | None]:
     out, lse = result if given.get("return_lse") else (result, None)
     heads_first = (given.get("out_layout") or case.layout) == "HND"
     return out if heads_first else out.transpose(1, 2), lse
-
-
-@contextmanager
-def routed() -> Iterator[list[Tensor]]:
-    """The maps (B, H, nq, nk) bool of the calls inside, or of the groups of heads they are cut in,
-    caught where they are made."""
-    maps: list[Tensor] = []
-    route, attention = ops.route, reference.attention
-
-    def on_gpu(*args: Any, **named: Any) -> Tensor:
-        block_map = route(*args, **named)
-        maps.append(unpack(block_map, block_map.shape[-1] * 32))
-        return block_map
-
-    def on_cpu(*args: Any, **named: Any) -> Any:
-        attended, routed = attention(*args, **named)
-        maps.append(routed.kept)
-        return attended, routed
-
-    with (
-        mock.patch.object(ops, "route", on_gpu),
-        mock.patch.object(reference, "attention", on_cpu),
-    ):
-        yield maps
 
 
 def _count(

@@ -3,22 +3,25 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from benchmarks.metrics import rel_l2
-from sparge import SparsePolicy, TokenOrder, reference
-from sparge.kernels import Element, KernelSpec, capabilities
+from sparge import SparsePolicy, TokenOrder, attention, reference
+from sparge.kernels import Element, Kernel, KernelSpec, capabilities, loader
 from sparge.kernels.params import HOPPER_ATTEND, HOPPER_ATTEND_16
 from sparge.kernels.spec import HOPPER_ENTRIES, all_specs
 from sparge.policy import Precision
+from sparge.stages import launches, prepared
+from sparge.stages.prepared import PreparedCall
+from sparge.stages.workspace import WorkspaceLayout
 from tests.oracle import HOPPER_SOFTMAX, HOPPER_SOFTMAX_16, PORTABLE_SOFTMAX, OnlineSoftmax
 
 POISON_BYTES = 1 << 28
@@ -95,19 +98,31 @@ def poison() -> None:
         del block
 
 
+def spec_of(kernel: Kernel) -> KernelSpec:
+    """Spec of a kernel that was loaded."""
+    return next(spec for (spec, _), known in loader._kernels.items() if known is kernel)
+
+
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[KernelSpec]:
     """Every kernel spec that is launched from here on."""
-    module = importlib.import_module("sparge.stages.launch")
     specs: list[KernelSpec] = []
-    get_kernel = module.get_kernel
+    launch = Kernel.launch
 
-    def record(spec: KernelSpec, index: int):
-        specs.append(spec)
-        return get_kernel(spec, index)
+    def record(kernel: Kernel, *given: Any) -> None:
+        specs.append(spec_of(kernel))
+        launch(kernel, *given)
 
-    monkeypatch.setattr(module, "get_kernel", record)
+    monkeypatch.setattr(Kernel, "launch", record)
     return specs
+
+
+@pytest.fixture(autouse=True)
+def nothing_prepared() -> Iterator[None]:
+    """What a test patches is in no other test's calls."""
+    prepared._kept.clear()
+    yield
+    prepared._kept.clear()
 
 
 @pytest.fixture
@@ -120,12 +135,50 @@ def force(monkeypatch: pytest.MonkeyPatch) -> Callable[[Kernels], None]:
             pytest.skip("wgmma exists on sm_90a only")
         if kernels.element not in {spec.element for spec in all_specs(arch)}:
             pytest.skip(f"{arch} has no kernels of {kernels.element.name}")
-        call = importlib.import_module("sparge.call")
-        launch = importlib.import_module("sparge.stages.launch")
-        monkeypatch.setattr(call, "native_element", lambda *_: kernels.element)
-        monkeypatch.setattr(launch, "attend_entry", lambda *_: kernels.entry)
+        prepared._kept.clear()
+        monkeypatch.setattr(launches, "native_element", lambda *_: kernels.element)
+        monkeypatch.setattr(launches, "attend_entry", lambda *_: kernels.entry)
 
     return force
+
+
+class Workspace(NamedTuple):
+    """What a call leaves in its workspace."""
+
+    memory: Tensor
+    layout: WorkspaceLayout
+
+    def fields(self) -> dict[str, Tensor]:
+        return {name: self.layout.view(self.memory, name) for name in self.layout.fields}
+
+
+@contextmanager
+def workspaces() -> Iterator[list[Workspace]]:
+    """Context that keeps the workspaces of calls, prepared anew."""
+    kept: list[Workspace] = []
+    queue = PreparedCall.queue
+
+    def on_gpu(self: PreparedCall, *given: Any) -> Tensor:
+        kept.append(Workspace(queue(self, *given), self.layout))
+        return kept[-1].memory
+
+    prepared._kept.clear()
+    with (
+        mock.patch.object(PreparedCall, "queue", on_gpu),
+        mock.patch.object(prepared, "MEMORY_FLOOR", 1 << 40),  # all heads at once
+    ):
+        yield kept
+
+
+def fields_of(
+    q: Tensor, k: Tensor, v: Tensor, element: Element, policy: SparsePolicy, **options: Any
+) -> dict[str, Tensor]:
+    """Fields of the workspace of a call with operands of this type."""
+    with workspaces() as kept, mock.patch.object(launches, "native_element", lambda *_: element):
+        attention(q, k, v, with_element(policy, element), **options)
+    prepared._kept.clear()
+    (workspace,) = kept
+    return workspace.fields()
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -25,13 +24,12 @@ from sparge import (
     Router,
     SparsePolicy,
     TokenGrid,
-    Unsupported,
     grid_order,
 )
 from sparge.blocks import KEY_BLOCK, QUERY_BLOCK
-from sparge.kernels import Element, KernelSpec, capabilities, native_element
+from sparge.kernels import Element, KernelSpec, capabilities
 from sparge.session.measure import measure
-from sparge.stages.rules import NO_ORDER, AttendRules, QuantizeRules, RouteRules, Select
+from sparge.stages import op, prepared
 from sparge.stats import Counter
 from tests.gpu.conftest import HALF, no_waits
 from tests.gpu.test_head_settings import settings_of, with_orders
@@ -138,34 +136,46 @@ def test_head_groups_give_the_same_bits(ordered: bool, make_qkv, monkeypatch, la
     order_kind = torch.tensor([0, 0, 1, 1, 7, 7], dtype=torch.int32, device="cuda")
     settings = replace(settings_of(6, scaled=True), order_kind=order_kind if ordered else None)
 
-    pipeline = importlib.import_module("sparge.stages.pipeline")
-
-    def attend(limit: int) -> tuple[Tensor, Tensor, Tensor]:
-        monkeypatch.setattr(pipeline, "_memory_limit", lambda _: limit)
+    def attend(kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+        monkeypatch.setattr(prepared, "_heads_at_once", lambda *_: kv_heads)
+        prepared._kept.clear()
         launched.clear()
         stats = AttentionStats("cuda")
         order = grid_order(grid) if ordered else None
         named = {"order": order, "head_settings": settings, "stats": stats}
         return (*attention(q, k, v, HALF, return_lse=True, **named), stats.counters)
 
-    whole = attend(1 << 40)
+    whole = attend(3)
     assert len(launched) == 4
     grouped = attend(1)
     assert len(launched) == 3 * 4, "one group for each KV head"
     assert all(map(torch.equal, whole, grouped))
 
 
-def test_no_memory_for_one_head_is_a_reason(qkv: Operands, monkeypatch) -> None:
-    tries = []
+@pytest.mark.parametrize("policy", [HALF, SparsePolicy(topk=1.0)], ids=["sparse", "dense"])
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_other_tensors_of_a_kind_give_the_bits_of_a_call_prepared_anew(
+    policy: SparsePolicy, layout: str, head_dim: int
+) -> None:
+    """Views of one tensor, as of a linear layer for all three, and q at an address that takes no
+    vector loads; at last q is k and v."""
 
-    def full(*_: object, **__: object) -> Tensor:
-        tries.append(1)
-        raise torch.OutOfMemoryError("CUDA out of memory")
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, k, v, policy, layout=layout)
 
-    monkeypatch.setattr(importlib.import_module("sparge.stages.ops"), "quantize", full)
-    with pytest.raises(Unsupported, match="do not fit in the GPU's free memory"):
-        attention(*qkv, HALF)
-    assert len(tries) == 3, "4 heads, 2 heads, 1 head"
+    held = []
+    with torch.no_grad():
+        for _ in range(4):
+            packed = torch.randn(2, 700, 3, 4, head_dim, device="cuda").bfloat16()
+            q, k, v = (x if layout == "NHD" else x.transpose(1, 2) for x in packed.unbind(2))
+            odd = torch.empty(q.numel() + 1, dtype=q.dtype, device="cuda")[1:].view(q.shape)
+            for tensors in ((q, k, v), (odd.copy_(q), k, v), (k, k, k)):
+                held.append((tensors, call(*tensors)))
+            assert len(prepared._kept) <= 3
+        for tensors, out in held:
+            prepared._kept.clear()
+            assert torch.equal(call(*tensors), out)
 
 
 def test_current_stream(qkv: Operands) -> None:
@@ -214,6 +224,26 @@ def test_another_gpu_than_the_current_one(aside: bool, make_qkv) -> None:
     torch.cuda.synchronize(1)
     assert all(torch.equal(out, expected) for out in outs)
     assert torch.cuda.current_device() == 0
+
+
+@pytest.mark.parametrize("policy", [HALF, SparsePolicy(topk=1.0)], ids=["sparse", "dense"])
+def test_a_stream_of_its_own_and_a_graph(policy: SparsePolicy, qkv: Operands) -> None:
+    def call() -> Tensor:
+        return attention(*qkv, policy)
+
+    expected = call()
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        found = call()
+    stream.synchronize()
+    assert torch.equal(found, expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = call()
+    qkv[0].copy_(qkv[0].flip(2))
+    graph.replay()
+    assert torch.equal(found, call())
 
 
 def test_cuda_graph_keeps_its_table_and_its_order(qkv: Operands) -> None:
@@ -269,30 +299,13 @@ def test_torch_compile_without_a_break(qkv: Operands) -> None:
     assert torch.equal(compiled(*qkv), layer(*qkv))
 
 
-@pytest.mark.parametrize("native", [False, True], ids=["int8-fp16", "native"])
-def test_ops_pass_opcheck(native: bool, make_qkv) -> None:
+def test_the_op_passes_opcheck(make_qkv) -> None:
     q, k, v = make_qkv(1, 4, 300, 128, device="cuda")
-    own = native_element(capabilities("cuda").arch, False, q.dtype)
-    element = int(own if native else Element.INT8_FP16)
-    ops, order, shape = torch.ops.sparge, NO_ORDER.flat(), [1, 4, 4, 300, 300, 128]
+    counters = torch.zeros(len(Counter), dtype=torch.int64, device="cuda")
+    rules = f"({HALF.facts}, None, None, False, False, 'NHD', 'torch.bfloat16', True)"
+    given = (q, k, v, [None] * 8, None, counters, rules, [0, 0], 0.09)
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
-
-    def check(op, *arguments: object, **named: object):
-        torch.library.opcheck(op, arguments, named, test_utils=checks)
-
-    means = (k, v, None, True, int(Element.INT8_FP16))
-    check(ops.means, *means)
-    rules = (*QuantizeRules().flat(), order)
-    check(ops.quantize, q, k, v, None, int(Element.INT8_FP16), *rules, means=ops.means(*means))
-    check(ops.quantize, q, k, v, None, element, *rules)
-    workspace = ops.quantize(q, k, v, None, element, *rules)
-    top_two = RouteRules(int(Select.TOPK), 2, 1.0, -0.1, 0.09, False, False, True, 0, 0).flat()
-    route = (workspace, shape, element, False, *top_two, None, None, None, order)
-    check(ops.route, *route, torch.zeros(len(Counter), dtype=torch.int64, device="cuda"))
-    block_map = ops.route(*route, None)
-    rules = AttendRules(False, 0.09, 50.0, pv_filter=False, causal=False).flat()
-    attend = (q, workspace, block_map, shape, element, *rules, None, None, order)
-    check(ops.attend, *attend, torch.empty_like(q), *[None] * 5)
+    torch.library.opcheck(op.attention.default, given, test_utils=checks)
 
 
 def test_offsets_beyond_two_to_the_31(make_qkv) -> None:

@@ -13,9 +13,8 @@ from sparge import KernelBuildError, Precision, SparsePolicy
 from sparge.kernels import Element, KernelSpec, capabilities, loader
 from sparge.kernels.cubin import Cubin
 from sparge.kernels.spec import HOPPER_ENTRIES
-from sparge.stages import pipeline
-from tests.gpu.conftest import Kernels, assert_emulated, in_float32
-from tests.gpu.test_stages import kernel_stages, means_of
+from tests.gpu.conftest import Kernels, assert_emulated, fields_of, in_float32
+from tests.gpu.test_stages import means_of
 from tests.oracle import attend, quantize_qkv
 
 pytestmark = pytest.mark.gpu
@@ -34,7 +33,6 @@ def without_wgmma(monkeypatch, fresh_targets, launched) -> list[KernelSpec]:
         return build(spec)
 
     fresh_targets()
-    monkeypatch.setattr(pipeline, "_built", set())
     monkeypatch.setattr(loader, "_kernels", {})
     monkeypatch.setattr(loader, "load_cubin", refuse)
     return launched
@@ -60,7 +58,7 @@ def test_the_plain_target_serves(
     assert "sm_90a did not compile" in capabilities("cuda").note
 
     kept = kept_blocks(q, k, policy)
-    means = means_of(kernel_stages(q, k, v, element), element, head_dim)
+    means = means_of(fields_of(q, k, v, element, policy), element, head_dim)
     quantized = quantize_qkv(q, k, v, element=element, **means)
     emulated = attend(quantized, kept, scale=head_dim**-0.5)
     exact = in_float32(q, k, v, kept, scale=head_dim**-0.5)

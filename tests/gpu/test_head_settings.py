@@ -16,18 +16,16 @@ from sparge import (
     Router,
     SparsePolicy,
     TokenGrid,
+    TokenOrder,
     attention,
     cube_order,
     grid_order,
 )
 from sparge.blocks import KEY_BLOCK, unpack
-from sparge.call import CheckedCall, make_call
 from sparge.kernels import Element
 from sparge.reference import Route, log_scores, poolable
 from sparge.reference import route as reference_route
 from sparge.reference.scores import LEAST_ERROR
-from sparge.stages.pipeline import quantize, route
-from sparge.stages.workspace import WorkspaceLayout
 from tests.gpu.cases import Case, lengths_of, make_qkv
 from tests.gpu.conftest import (
     Kernels,
@@ -36,6 +34,7 @@ from tests.gpu.conftest import (
     every_kernel,
     in_float32,
     with_element,
+    workspaces,
 )
 from tests.gpu.test_stages import means_of
 from tests.oracle import Quantized, attend, quantize_qkv
@@ -113,37 +112,46 @@ def with_orders(head_settings: HeadSettings) -> HeadSettings:
 
 
 @dataclass(frozen=True, eq=False)
-class Prepared:
-    """A call, what the kernels made of its operands, and the same in the reference."""
+class Drawn:
+    """A call of a job."""
 
-    call: CheckedCall
-    head_settings: HeadSettings
-    operands: Quantized
-    kept: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    policy: SparsePolicy
+    settings: HeadSettings
+    order: TokenOrder | None
+    key_lengths: Tensor | None
+    is_causal: bool
 
-    def route(self) -> Route:
-        """The reference's choice."""
-        call = self.call
-        rules = {"scale": call.scale, "is_causal": call.is_causal}
-        return reference_route(self.operands, call.policy, self.head_settings, **rules)
+    @property
+    def scale(self) -> float:
+        return self.q.shape[-1] ** -0.5
+
+    def attend(self, **options: Any) -> Any:
+        return attention(
+            self.q,
+            self.k,
+            self.v,
+            self.policy,
+            head_settings=self.settings,
+            order=self.order,
+            key_lengths=self.key_lengths,
+            is_causal=self.is_causal,
+            **options,
+        )
 
 
-def prepare(job: Job, element: Element, generator: torch.Generator) -> Prepared:
+def drawn(job: Job, element: Element, generator: torch.Generator) -> Drawn:
     case = job.case
-    q, k, v = make_qkv(case, generator)
-    order = None if job.grid is None else cube_order(job.grid)
-    lengths = lengths_of(case)
-    policy = with_element(job.policy, element)
-    settings = settings_of(case.heads, scaled=element.quantized and not case.causal)
-    call = make_call(q, k, v, policy, "HND", case.causal, None, lengths, None, order, settings)
-    workspace = quantize(call)
-    layout = WorkspaceLayout(call.shape, call.element, with_queries=True, with_pools=True)
-    fields = {name: layout.view(workspace, name) for name in layout.fields}
-    means = means_of(fields, element, case.head_dim)
-    operands = quantize_qkv(q, k, v, call.order, element=element, key_lengths=lengths, **means)
-    kept = unpack(route(call, workspace, None), call.shape.key_blocks)
-    assert call.head_settings is not None
-    return Prepared(call, call.head_settings, operands, kept)
+    return Drawn(
+        *make_qkv(case, generator),
+        with_element(job.policy, element),
+        settings_of(case.heads, scaled=element.quantized and not case.causal),
+        None if job.grid is None else cube_order(job.grid).on("cuda"),
+        lengths_of(case),
+        case.causal,
+    )
 
 
 @every_kernel
@@ -151,47 +159,42 @@ def prepare(job: Job, element: Element, generator: torch.Generator) -> Prepared:
 def test_output(job: Job, kernels: Kernels, generator, poison, force) -> None:
     kernels = kernels.of_dtype(job.case.dtype)
     force(kernels)
-    got = prepare(job, kernels.element, generator)
-    call, settings = got.call, got.head_settings
+    call, stats = drawn(job, kernels.element, generator), AttentionStats("cuda")
+    with workspaces() as found:
+        out, lse = call.attend(stats=stats, output_dtype=torch.float32, return_lse=True)
+    fields, settings = found[0].fields(), call.settings
+    kept = unpack(fields["block_map"], found[0].layout.shape.key_blocks)
     given: dict[str, Any] = {"order": call.order, "key_lengths": call.key_lengths}
-    stats = AttentionStats("cuda")
-    options = {"head_settings": settings, "stats": stats, "output_dtype": torch.float32}
-    options |= {"is_causal": call.is_causal, "return_lse": True}
-    out, lse = attention(call.q, call.k, call.v, call.policy, **given, **options)
-    routed = got.route()
-    if kernels.element in (Element.BF16, Element.FP16) and job.case.data != "zeros":
-        check_routing(got, routed)  # of zeros every score is the same up to rounding
-    dropped = routed.valid & ~got.kept & (settings.pool_weight > 0)[:, None, None]
-    pooled = poolable(dropped, call.is_causal)
-    scaled = 1.0 if settings.output_scale is None else settings.output_scale
-    chosen: dict[str, Any] = {
-        "kept": got.kept,
-        "pooled": pooled,
-        "pool_weight": settings.pool_weight,
-        "output_scale": scaled,
-        "scale": call.scale,
-        "is_causal": call.is_causal,
-    }
+    means = means_of(fields, kernels.element, job.case.head_dim)
+    operands = quantize_qkv(call.q, call.k, call.v, **given, element=kernels.element, **means)
+    rules: dict[str, Any] = {"scale": call.scale, "is_causal": call.is_causal}
+    routed = reference_route(operands, call.policy, settings, **rules)
+    if not kernels.element.quantized and job.case.data != "zeros":
+        check_routing(call, operands, kept, routed)  # of zeros every score is alike to rounding
+    dropped = routed.valid & ~kept & (settings.pool_weight > 0)[:, None, None]
+    rules |= {"kept": kept, "pooled": poolable(dropped, call.is_causal)}
+    rules["pool_weight"] = settings.pool_weight
+    rules["output_scale"] = 1.0 if settings.output_scale is None else settings.output_scale
     filtered = {"pvthreshd": call.policy.pvthreshd, "softmax": kernels.softmax}
-    emulated = attend(got.operands, **chosen, **filtered)
-    exact = in_float32(call.q, call.k, call.v, vbar=got.operands.vbar, **given, **chosen)
+    emulated = attend(operands, **rules, **filtered)
+    exact = in_float32(call.q, call.k, call.v, vbar=operands.vbar, **given, **rules)
     assert_emulated(kernels, out, lse, emulated.out, emulated.lse, exact, lse_tolerance=2e-3)
-    by_map = replace(routed, kept=got.kept)
-    kept, valid, skipped, blocks = stats.counters.tolist()
-    assert blocks == int(got.kept.sum())
-    assert kept == int(by_map.kept_pairs().sum()) and valid == int(by_map.valid_pairs().sum())
+    by_map = replace(routed, kept=kept)
+    pairs, valid, skipped, blocks = stats.counters.tolist()
+    assert blocks == int(kept.sum())
+    assert pairs == int(by_map.kept_pairs().sum()) and valid == int(by_map.valid_pairs().sum())
     assert skipped == pytest.approx(int(emulated.pv_skipped.sum()), rel=0.05, abs=128 * KEY_BLOCK)
 
 
-def check_routing(got: Prepared, routed: Route) -> None:
+def check_routing(call: Drawn, operands: Quantized, kept: Tensor, routed: Route) -> None:
     """The kernel's choice is the reference's, but where scores tie to rounding."""
-    by_mass, by_error = log_scores(got.operands, got.call.scale, routed.valid)
-    takes_error = (got.head_settings.router == Router.ERROR)[:, None, None]
+    by_mass, by_error = log_scores(operands, call.scale, routed.valid)
+    takes_error = (call.settings.router == Router.ERROR)[:, None, None]
     scores = torch.where(takes_error, by_error, by_mass)
     # Below it are blocks that pool without any error at all.
     least = float(torch.tensor(LEAST_ERROR).log() / 2) + 1
-    by_cdf = got.call.policy.select_by == "cdf"
-    assert_ties(got.kept != routed.kept, scores.clamp(min=least), 2e-3, one_alone=by_cdf)
+    by_cdf = call.policy.select_by == "cdf"
+    assert_ties(kept != routed.kept, scores.clamp(min=least), 2e-3, one_alone=by_cdf)
 
 
 @every_kernel

@@ -14,7 +14,7 @@ from sparge import SparsePolicy, TokenGrid, attention, grid_order
 from sparge.session.choose import Curves
 from sparge.session.heads import BLOCKS
 from sparge.session.measure import MeasuredCall, Sums, measure
-from sparge.stages.score import MOST_DENSITIES
+from sparge.stages.measuring import MOST_DENSITIES
 from tests.gpu.cases import Case, make_qkv
 from tests.gpu.conftest import no_waits
 from tests.session.parts import measured_call

@@ -4,21 +4,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from benchmarks.metrics import rel_l2
+from sparge import HeadSettings, SparsePolicy, TokenGrid, grid_order
 from sparge.blocks import KEY_BLOCK
 from sparge.kernels import Element, capabilities
+from sparge.order.grid import raster_order
 from sparge.stages import key_mean
-from sparge.stages.launch import means, quantize
-from sparge.stages.rules import QuantizeRules
+from sparge.stages.measuring import Measuring
 from sparge.stages.workspace import CallShape, WorkspaceLayout
 from tests.gpu.cases import CASES, Case, lengths_of, make_qkv, some_cases
-from tests.gpu.conftest import ELEMENTS, every_element
-from tests.gpu.test_stages import kernel_stages, means_of
+from tests.gpu.conftest import ELEMENTS, every_element, fields_of
+from tests.gpu.test_stages import GATED, means_of
 from tests.oracle import quantize_qkv, sampled_mean
 
 pytestmark = pytest.mark.gpu
@@ -67,7 +69,7 @@ COPIED_OR_QUANTIZED = [
 @pytest.mark.parametrize(("case", "element"), COPIED_OR_QUANTIZED)
 def test_quantize(case: Case, element: Element, generator, poison) -> None:
     q, k, v = make_qkv(case, generator)
-    fields = kernel_stages(q, k, v, element, lengths_of(case))
+    fields = fields_of(q, k, v, element, GATED, key_lengths=lengths_of(case))
     d = case.head_dim
     int8 = element.quantized
     means = means_of(fields, element, d)
@@ -99,19 +101,18 @@ def test_quantize(case: Case, element: Element, generator, poison) -> None:
     assert rel_l2(values, truth.v_levels.float()) <= 2e-3
 
 
-def whole_layout(q: Tensor, k: Tensor, element: Element) -> WorkspaceLayout:
-    return WorkspaceLayout(CallShape.of(q, k), element, with_queries=True)
+#: Asks for no similarity.
+UNGATED = SparsePolicy()
 
 
 def assert_same_fields(
-    layout: WorkspaceLayout, one: Tensor, other: Tensor, names: Iterable[str]
+    one: dict[str, Tensor], other: dict[str, Tensor], names: Iterable[str]
 ) -> None:
     persistent = capabilities("cuda").arch == "sm_90a"
     for name in names:
         if name == "next_item" and not persistent:
             continue  # nobody writes it
-        same = (layout.view(workspace, name).view(torch.uint8) for workspace in (one, other))
-        assert torch.equal(*same), name
+        assert torch.equal(one[name].view(torch.uint8), other[name].view(torch.uint8)), name
 
 
 @every_element
@@ -119,28 +120,26 @@ def assert_same_fields(
 def test_similarity_that_no_threshold_asks_for(case: Case, element: Element, generator, poison):
     """It passes, and all else is as it is with the true one."""
     q, k, v = make_qkv(case, generator)
-    layout = whole_layout(q, k, element)
+    lengths = lengths_of(case)
     true, spared = (
-        quantize(q, k, v, lengths_of(case), element, QuantizeRules(with_similarity=asked))
-        for asked in (True, False)
+        fields_of(q, k, v, element, policy, key_lengths=lengths) for policy in (GATED, UNGATED)
     )
-    similarities = {name for name in layout.fields if name.endswith("similarity")}
-    assert all((layout.view(spared, name) == 1).all() for name in similarities)
+    similarities = {"q_similarity", "k_similarity"}
+    assert all((spared[name] == 1).all() for name in similarities)
     # Nobody writes the means and scales of copied keys.
     unwritten = set() if element.quantized else {"k_mean", "k_scale", "v_mean", "v_scale"}
-    assert_same_fields(layout, true, spared, layout.fields.keys() - similarities - unwritten)
+    assert_same_fields(true, spared, true.keys() - similarities - unwritten - {"block_map"})
 
 
 @every_element
-@pytest.mark.parametrize("asked", [True, False], ids=["true similarity", "none asked for"])
+@pytest.mark.parametrize("policy", [GATED, UNGATED], ids=["true similarity", "none asked for"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_blocks_without_a_mean_pass_no_threshold(value, asked, element, generator, poison) -> None:
+def test_blocks_without_a_mean_pass_no_threshold(value, policy, element, generator, poison) -> None:
     q, k, v = make_qkv(Case("three blocks", queries=300, keys=150), generator)
     q[:, :, 130, 3], k[:, :, 70, 5] = value, value
-    layout = whole_layout(q, k, element)
-    workspace = quantize(q, k, v, None, element, QuantizeRules(with_similarity=asked))
+    fields = fields_of(q, k, v, element, policy)
     for name in ("q_similarity", "k_similarity"):
-        nan = layout.view(workspace, name).isnan()
+        nan = fields[name].isnan()
         assert nan[..., 1].all(), name
         # The mean of the head is taken from each key where keys are quantized.
         spreads = name == "k_similarity" and element.quantized
@@ -151,29 +150,43 @@ def test_blocks_without_a_mean_pass_no_threshold(value, asked, element, generato
 def test_given_means_are_those_found(case: Case, generator, poison) -> None:
     """Some heads of all are taken, as measurement takes them."""
     q, k, v = make_qkv(case, generator)
-    lengths, element = lengths_of(case), Element.INT8_FP16
-    found = means(k, v, lengths, True, element)
+    tokens = min(case.queries, case.keys)
+    q, k, v = (x[:, :, :tokens] for x in (q, k, v))
+    order, scale = raster_order(tokens).on("cuda"), case.head_dim**-0.5
+    found = Measuring(k, v, order, scale).means()
     group = case.heads // case.kv_heads
+    settings = HeadSettings.uniform(group, 0.5, pool_weight=1.0, device="cuda")
     for head in (0, case.kv_heads - 1):
         heads = slice(head, head + 1)
         some = q[:, head * group : (head + 1) * group], k[:, heads], v[:, heads]
-        layout = whole_layout(*some[:2], element)
-        given = quantize(*some, lengths, element, QuantizeRules(), means=found[:, :, heads])
-        alone = quantize(*some, lengths, element, QuantizeRules())
-        assert torch.equal(layout.means(given), found[:, :, heads])
-        assert_same_fields(layout, alone, given, layout.fields)
+        measuring = Measuring(*some[1:], order, scale)
+        alone = fields_of(*some, measuring.element, UNGATED, order=order, head_settings=settings)
+        workspace = measuring.quantized(some[0], found[:, :, heads])
+        shape = CallShape.of(*some[:2], order.slots)
+        layout = WorkspaceLayout(shape, measuring.element, with_queries=False, with_pools=True)
+        assert torch.equal(layout.means(workspace), found[:, :, heads])
+        given = {name: layout.view(workspace, name) for name in layout.fields}
+        assert_same_fields(alone, given, given)
 
 
 @some_cases
 def test_mean_key_of_a_sample(case: Case, generator, poison, monkeypatch) -> None:
     """It is taken in a token order of many tokens; values keep the mean and scale of all."""
     _, k, v = make_qkv(case, generator)
-    lengths, element, d = lengths_of(case), Element.INT8_E4M3, case.head_dim
-    of_all = means(k, v, lengths, True, element, ordered=True)
-    assert torch.equal(of_all, means(k, v, lengths, True, element)), "few keys"
+    d, tokens = case.head_dim, k.shape[2]
+    order = grid_order(TokenGrid(1, 1, 1, suffix=tokens - 1))  # lengths may cut its suffix
+
+    def means(**options: Any) -> Tensor:
+        fields = fields_of(
+            k, k, v, Element.INT8_FP16, UNGATED, key_lengths=lengths_of(case), **options
+        )
+        return torch.stack([fields[name] for name in ("k_mean", "v_mean", "v_scale")])
+
+    of_all = means(order=order)
+    assert torch.equal(of_all, means()), "few keys"
     monkeypatch.setattr(key_mean, "LEAST_KEYS", 1)
-    found = means(k, v, lengths, True, element, ordered=True)
+    found = means(order=order)
     assert torch.equal(found[1:], of_all[1:])
-    expected = sampled_mean(k, lengths, key_mean.STRIDE)
+    expected = sampled_mean(k, lengths_of(case), key_mean.STRIDE)
     assert (found[0, ..., :d] - expected).abs().max() <= 1e-4 * k.float().abs().max()
     assert not found[0, ..., d:].any()

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
@@ -12,11 +11,11 @@ from torch import Tensor
 
 from sparge import Unsupported
 from sparge.blocks import pack
-from sparge.kernels import Element
-from sparge.stages import ops
-from sparge.stages.launch import find_kernel
-from sparge.stages.score import shared_bytes
-from sparge.stages.workspace import CallShape, layout_of
+from sparge.kernels import Element, KernelSpec, capabilities, get_kernel
+from sparge.kernels.spec import measuring_element
+from sparge.order.grid import raster_order
+from sparge.stages.measuring import Measuring, shared_bytes
+from sparge.stages.workspace import CallShape, WorkspaceLayout
 from tests.session.reference_score import fields_of, score_by_reference
 
 pytestmark = pytest.mark.gpu
@@ -40,21 +39,25 @@ class Inputs:
     kept: Tensor
     scale: float
 
-    def score(self, op: Callable[..., None], found: Tensor, dtype: torch.dtype) -> None:
+    def score(self, found: Tensor, dtype: torch.dtype, *, by_kernel: bool = True) -> None:
         """found: of two orders and of one head more than there are, of which the second order and
         all heads but the first are filled in. dtype: of the exact parts."""
         device = found.device
         exact = (self.exact_out, self.exact_max, self.exact_sum)
-        op(
-            *(x.to(device, dtype) for x in exact),
-            self.q.to(device).transpose(1, 2)[:, :, ::2],
-            self.workspace.to(device),
-            self.shape.sizes(),
-            int(Element.INT8_FP16),
-            self.kept.to(device),
-            self.scale,
-            found[:, 1, :, 1:],
-        )
+        out, most, total = (x.to(device, dtype) for x in exact)
+        q = self.q.to(device).transpose(1, 2)[:, :, ::2]
+        workspace, kept = self.workspace.to(device), self.kept.to(device)
+        given = (out, most, total), q, workspace, self.shape
+        if by_kernel:
+            measuring = Measuring(q, q, raster_order(64), self.scale)  # it reads no keys
+            measuring.score(*given, kept, found[:, 1, :, 1:])
+        else:
+            score_by_reference(*given, element(), kept, self.scale, found[:, 1, :, 1:])
+
+
+def element() -> Element:
+    """Operand types of measurements on this GPU."""
+    return measuring_element(capabilities("cuda").arch)
 
 
 def inputs(
@@ -74,7 +77,7 @@ def inputs(
     exact_out = (random(*exact, channels) + 3) * exact_sum.unsqueeze(-1)
 
     shape = CallShape(BATCH, HEADS, KV_HEADS, BLOCKS * 128, key_blocks * 64 - 5, channels)
-    layout = layout_of(shape, Element.INT8_FP16, False, True)
+    layout = WorkspaceLayout(shape, element(), False, True)
     workspace = torch.full((layout.nbytes,), 255, dtype=torch.uint8)  # NaN
     counts = torch.randint(1, 65, (BATCH, 1, key_blocks), generator=generator, dtype=torch.int32)
     counts[1, :, -2:] = 0
@@ -105,8 +108,8 @@ def room_for(given: Inputs) -> Tensor:
 def check(given: Inputs) -> None:
     """Products near 0 keep the rounding of vectors of square 128 x 10 and more."""
     found, expected = room_for(given), room_for(given)
-    given.score(ops.score, found, torch.float32)
-    given.score(score_by_reference, expected, torch.float64)
+    given.score(found, torch.float32)
+    given.score(expected, torch.float64, by_kernel=False)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=5e-3, equal_nan=True)
 
 
@@ -121,18 +124,13 @@ def test_score(key_blocks: int, rows: int, channels: int, dtype: torch.dtype, ge
 def test_few_rows_a_thread_block(generator: torch.Generator) -> None:
     """The weights of 16 do not fit there, and the kernel's thread blocks have fewer."""
     given = inputs(128, 5000, 16, generator, torch.bfloat16)
-    sizes = find_kernel("score", torch.device("cuda"), 128).sizes
+    sizes = get_kernel(KernelSpec("score", capabilities("cuda").arch, 128), 0).sizes
     assert shared_bytes(given.shape, len(DROPPED), 16, sizes) > 227 * 1024
     check(given)
 
 
-def test_schema_and_sizes_that_do_not_fit(generator: torch.Generator) -> None:
+def test_sizes_that_do_not_fit(generator: torch.Generator) -> None:
     given = inputs(40, 20, 8, generator, torch.bfloat16)
-
-    def opcheck(*arguments: object) -> None:
-        torch.library.opcheck(ops.score, arguments, test_utils=("test_schema",))
-
-    given.score(opcheck, room_for(given), torch.float32)
     wide = replace(given, shape=given.shape._replace(keys=64 * 60_000))
     with pytest.raises(Unsupported, match="60000 key blocks, whose weights do not fit"):
-        wide.score(ops.score, room_for(given), torch.float32)
+        wide.score(room_for(given), torch.float32)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -18,12 +19,9 @@ from benchmarks.shapes import Shape
 from sparge import SparsePolicy, TokenGrid, reference
 from sparge.attention import attention
 from sparge.blocks import KEY_BLOCK
-from sparge.kernels import Element
+from sparge.kernels import Element, Kernel
+from sparge.kernels.params import PARAMS
 from sparge.kernels.spec import HEAD_DIMS
-from sparge.stages import ops
-from sparge.stages.launch import quantize
-from sparge.stages.rules import QuantizeRules
-from sparge.stages.workspace import CallShape, WorkspaceLayout
 from tests.gpu.cases import CASES, Case, lengths_of, make_qkv
 from tests.gpu.conftest import (
     HOPPER,
@@ -32,7 +30,9 @@ from tests.gpu.conftest import (
     assert_emulated,
     assert_ties,
     every_kernel,
+    fields_of,
     in_float32,
+    spec_of,
     with_element,
 )
 from tests.oracle import E4M3_MAX, UINT8_MAX, OnlineSoftmax, attend, quantize_qkv
@@ -56,10 +56,8 @@ CASES_AND_POLICIES = [
 ]
 
 
-def kernel_stages(q: Tensor, k: Tensor, v: Tensor, element: Element, lengths: Tensor | None = None):
-    layout = WorkspaceLayout(CallShape.of(q, k), element, with_queries=True)
-    workspace = quantize(q, k, v, lengths, element, QuantizeRules())
-    return {name: layout.view(workspace, name) for name in layout.fields}
+#: Asks for all statistics of blocks.
+GATED = SparsePolicy(simthreshd1=0.0)
 
 
 def means_of(fields: dict[str, Tensor], element: Element, head_dim: int) -> dict[str, Any]:
@@ -90,7 +88,8 @@ def test_attention(case: Case, policy, kernels: Kernels, generator, poison, forc
     masked = attention(q, k, v, policy, block_mask=kept, **options)
     assert torch.equal(out, masked), "a mask of the kept blocks changes nothing"
 
-    means = means_of(kernel_stages(q, k, v, element, lengths), element, case.head_dim)
+    fields = fields_of(q, k, v, element, GATED, key_lengths=lengths)
+    means = means_of(fields, element, case.head_dim)
     quantized = quantize_qkv(q, k, v, element=element, key_lengths=lengths, **means)
     rules = {"is_causal": case.causal, "pvthreshd": policy.pvthreshd}
     emulated = attend(quantized, kept, scale=scale, softmax=kernels.softmax, **rules)
@@ -144,11 +143,20 @@ def test_hopper_errs_hardly_more_than_mma_sync(
 
 def partials(q: Tensor, k: Tensor, v: Tensor, policy: SparsePolicy, **named: Any) -> list[Tensor]:
     """Sums before their division and row sums, which measuring asks attend for."""
-    rows, real = q.shape[:3], ops.attend
-    found = [torch.empty(size, device=q.device) for size in (q.shape, rows, rows)]
-    with mock.patch.object(ops, "attend", lambda *given: real(*given[:-4], *found, given[-1])):
+    rows, launch = q.shape[:3], Kernel.launch
+    out, row_max, row_sum = (torch.empty(size, device=q.device) for size in (q.shape, rows, rows))
+
+    def with_partials(kernel: Kernel, grid: Any, pointer: int, *rest: Any) -> None:
+        entry = spec_of(kernel).entry
+        if entry.startswith("attend"):
+            params = PARAMS[entry].from_address(ctypes.c_uint64.from_address(pointer).value)
+            params.partial_out = out.data_ptr()
+            params.partial_max, params.partial_sum = row_max.data_ptr(), row_sum.data_ptr()
+        launch(kernel, grid, pointer, *rest)
+
+    with mock.patch.object(Kernel, "launch", with_partials):
         attention(q, k, v, policy, **named)
-    return [found[0], found[2]]
+    return [out, row_sum]
 
 
 def one_key_a_channel(

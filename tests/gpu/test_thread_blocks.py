@@ -9,7 +9,6 @@ that far.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -18,18 +17,21 @@ import torch
 from torch import Tensor
 
 from sparge import AttentionStats, SparsePolicy, attention
-from sparge.call import make_call
-from sparge.kernels import Element
-from sparge.stages import ops, quantize_grid
-from sparge.stages.launch import find_kernel, quantize
-from sparge.stages.pipeline import quantize as quantize_call
-from sparge.stages.pipeline import route
+from sparge.kernels import Element, Kernel, KernelSpec, capabilities, get_kernel
+from sparge.stages import launches, prepared, quantize_grid
 from sparge.stages.quantize_grid import QuantizeGrid
-from sparge.stages.rules import NO_ORDER, AttendRules, QuantizeRules
-from sparge.stages.workspace import WorkspaceLayout
+from sparge.stages.workspace import CallShape
 from tests.gpu.cases import CASES, Case, lengths_of, make_qkv, some_cases
-from tests.gpu.conftest import HOPPER, Kernels, every_element, with_element
-from tests.gpu.test_head_settings import JOBS, Job, prepare
+from tests.gpu.conftest import (
+    HOPPER,
+    Kernels,
+    Workspace,
+    every_element,
+    spec_of,
+    with_element,
+    workspaces,
+)
+from tests.gpu.test_head_settings import JOBS, Job, drawn
 
 pytestmark = pytest.mark.gpu
 hopper_kernels = pytest.mark.parametrize("kernels", HOPPER, ids=lambda kernels: kernels.id)
@@ -42,15 +44,27 @@ POLICIES = {
 }
 
 
-def assert_alike(monkeypatch: pytest.MonkeyPatch, quantized: Callable[[], Tensor]) -> None:
-    """`quantized` gives the same workspace in all RUNS."""
+@pytest.fixture
+def filled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that nobody writes is alike in all calls."""
     empty = torch.empty
 
-    def full(*size: int, **options: Any) -> Tensor:
+    def full(*size: Any, **options: Any) -> Tensor:
         found = empty(*size, **options)
         return found.fill_(torch.nan if found.is_floating_point() else 255)
 
-    monkeypatch.setattr(torch, "empty", full)  # padding, which nobody writes, is alike
+    monkeypatch.setattr(torch, "empty", full)
+
+
+def workspace_of(call: Callable[[], object]) -> Workspace:
+    with workspaces() as found:
+        call()
+    (workspace,) = found
+    return workspace
+
+
+def assert_alike(monkeypatch: pytest.MonkeyPatch, call: Callable[[], object]) -> None:
+    """The call leaves the same workspace in all RUNS."""
     of, runs = QuantizeGrid.of, []
 
     def noted(*shape: Any, **options: Any) -> QuantizeGrid:
@@ -63,31 +77,32 @@ def assert_alike(monkeypatch: pytest.MonkeyPatch, quantized: Callable[[], Tensor
     found = []
     for run in RUNS:
         monkeypatch.setattr(quantize_grid, "LONGEST_RUN", run)
-        found.append(quantized())
+        found.append(workspace_of(call).memory)
     assert tuple(runs) == RUNS
-    assert all(torch.equal(workspace, found[0]) for workspace in found)
+    assert all(torch.equal(memory, found[0]) for memory in found)
 
 
-@pytest.mark.parametrize("with_queries", [True, False], ids=["all", "no queries"])
+@pytest.mark.parametrize("policy", [SparsePolicy(), POLICIES["dense"]], ids=["all", "no queries"])
 @every_element
 @pytest.mark.parametrize("case", CASES[::3], ids=lambda case: case.id)
 def test_runs_without_budgets(
-    case: Case, element, with_queries: bool, generator, monkeypatch
+    case: Case, element, policy: SparsePolicy, generator, monkeypatch, force, filled
 ) -> None:
-    element = Kernels(element).of_dtype(case.dtype).element
+    kernels = Kernels(element).of_dtype(case.dtype)
+    force(kernels)
     q, k, v = make_qkv(case, generator)
-    lengths = lengths_of(case)
-    rules = QuantizeRules(with_queries=with_queries)
-    assert_alike(monkeypatch, lambda: quantize(q, k, v, lengths, element, rules))
+    policy, lengths = with_element(policy, kernels.element), lengths_of(case)
+    assert_alike(monkeypatch, lambda: attention(q, k, v, policy, key_lengths=lengths))
 
 
 @every_element
 @pytest.mark.parametrize("job", JOBS[::2], ids=lambda job: job.case.id)
-def test_runs_with_budgets_and_orders(job: Job, element, generator, force, monkeypatch) -> None:
+def test_runs_with_budgets_and_orders(
+    job: Job, element, generator, force, monkeypatch, filled
+) -> None:
     kernels = Kernels(element).of_dtype(job.case.dtype)
     force(kernels)
-    call = prepare(job, kernels.element, generator).call
-    assert_alike(monkeypatch, lambda: quantize_call(call))
+    assert_alike(monkeypatch, drawn(job, kernels.element, generator).attend)
 
 
 @pytest.mark.parametrize("rows", [1, 9])
@@ -96,15 +111,16 @@ def test_query_blocks_choose_alone(job, rows: int, generator, poison, force, mon
     """However many share a thread block: of long sequences the scores of fewer fit in it."""
     kernels = Kernels(Element.BF16).of_dtype(job.case.dtype)
     force(kernels)
-    call = prepare(job, kernels.element, generator).call
-    workspace = quantize_call(call)
+    call = drawn(job, kernels.element, generator)
 
     def routed() -> tuple[Tensor, ...]:
-        counters = AttentionStats("cuda").counters
-        return route(call, workspace, counters), counters
+        stats = AttentionStats("cuda")
+        workspace = workspace_of(lambda: call.attend(stats=stats))
+        return workspace.fields()["block_map"], stats.counters
 
     expected = routed()
-    kernel = find_kernel("route", workspace.device, call.shape.head_dim)
+    head_dim = CallShape.of(call.q, call.k).head_dim
+    kernel = get_kernel(KernelSpec("route", capabilities("cuda").arch, head_dim), 0)
     monkeypatch.setattr(kernel.sizes, "rows", rows)
     assert all(map(torch.equal, routed(), expected))
 
@@ -134,28 +150,31 @@ def test_the_number_of_persistent_blocks_changes_nothing(
         return out, lse, stats.counters
 
     many = call()
-    launch = importlib.import_module("sparge.stages.launch")
     for blocks in (1, 3):
-        monkeypatch.setattr(launch, "resident_blocks", lambda _, blocks=blocks: blocks)
+        prepared._kept.clear()
+        monkeypatch.setattr(launches, "multiprocessors", lambda _, blocks=blocks: blocks)
         assert all(map(torch.equal, many, call()))
 
 
 @hopper_kernels
-def test_attend_leaves_the_workspace_as_it_was(kernels: Kernels, generator, force) -> None:
+def test_attend_leaves_the_workspace_as_it_was(
+    kernels: Kernels, generator, force, monkeypatch, filled
+) -> None:
+    """So it may run twice on one, or not at all."""
     force(kernels)
     q, k, v = make_qkv(CASES[0], generator)
     policy = with_element(SparsePolicy(topk=0.5), kernels.element)
-    call = make_call(q, k, v, policy, "HND", False, None, None, None)
-    element, sizes = int(call.element), call.shape.sizes()
-    workspace = quantize_call(call)
-    block_map = route(call, workspace, None)
-    before = workspace.cpu()  # on the host: a kernel that compares would read the gaps too
-    outs = [torch.empty_like(q) for _ in range(2)]
-    rules = AttendRules(False, call.scale, 50.0, pv_filter=False, causal=False)
-    given = (*rules.flat(), None, None, NO_ORDER.flat())
-    for out in outs:
-        ops.attend(q, workspace, block_map, sizes, element, *given, out, *[None] * 5)
-    assert torch.equal(*outs)
-    assert torch.equal(workspace.cpu(), before)
-    layout = WorkspaceLayout(call.shape, call.element, with_queries=True)
-    assert int(layout.view(workspace, "next_item")) == 0
+    launch, outs = Kernel.launch, []
+
+    def after_attends(count: int) -> Workspace:
+        def repeated(kernel: Kernel, *given: Any) -> None:
+            for _ in range(count if spec_of(kernel).entry == kernels.entry else 1):
+                launch(kernel, *given)
+
+        monkeypatch.setattr(Kernel, "launch", repeated)
+        return workspace_of(lambda: outs.append(attention(q, k, v, policy)))
+
+    found = [after_attends(count) for count in (0, 1, 2)]
+    assert torch.equal(outs[1], outs[2])
+    assert all(torch.equal(workspace.memory, found[0].memory) for workspace in found)
+    assert int(found[2].fields()["next_item"]) == 0

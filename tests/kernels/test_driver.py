@@ -59,7 +59,7 @@ class FakeDriver:
     def _launch(self, function, *arguments) -> None:
         *sizes, stream, parameters, extra = arguments
         assert extra is None
-        params = Params.from_address(parameters[0])
+        params = Params.from_address(ctypes.c_uint64.from_address(parameters).value)
         launch = (tuple(sizes), stream, (params.pointer, params.count), list(self.contexts))
         self.launches.append(launch)
 
@@ -83,13 +83,22 @@ def image(csrc, compiler) -> bytes:
     return compiler.compile(KernelSpec("route", "sm_80"), read_sources("route", csrc)).image
 
 
+def launch(
+    kernel: Kernel, grid=(1, 1, 1), params=None, extra_shared: int = 0, stream: int = 0
+) -> None:
+    params = Params() if params is None else params
+    pointer = (ctypes.c_void_p * 1)(ctypes.addressof(params))
+    kernel.allow_shared(extra_shared)
+    kernel.launch(grid, ctypes.addressof(pointer), extra_shared, stream)
+
+
 def test_launch_passes_one_struct_and_the_cubins_numbers(fake, image):
     kernel = Kernel(image, "route", 3)
-    kernel.launch((5, 6, 7), Params(0x1234, 42), stream=99)
+    launch(kernel, (5, 6, 7), Params(0x1234, 42), stream=99)
     sizes = (5, 6, 7, 96, 1, 1, 4096)
     assert fake.launches == [(sizes, 99, (0x1234, 42), [])], "torch's own context is left alone"
     for extra in (1000, 500, 1000, 2000):
-        kernel.launch((1, 1, 1), Params(), extra_shared=extra)
+        launch(kernel, extra_shared=extra)
     assert [sizes[-1] for sizes, *_ in fake.launches[1:]] == [5096, 4596, 5096, 6096]
     assert fake.shared == [4096, 5096, 6096], "more is asked for once"
 
@@ -106,10 +115,10 @@ def test_threads_never_lower_what_is_allowed(fake, image):
             time.sleep(0.05)
 
     fake._attribute = slow_to_answer
-    longer = threading.Thread(target=kernel.launch, args=((1, 1, 1), Params(), 2000))
+    longer = threading.Thread(target=kernel.allow_shared, args=(2000,))
     longer.start()
     longer_asked.wait()
-    kernel.launch((1, 1, 1), Params(), extra_shared=1000)
+    kernel.allow_shared(1000)
     longer.join()
     assert fake.shared == [4096, 6096]
 
@@ -118,7 +127,7 @@ def test_threads_never_lower_what_is_allowed(fake, image):
 def test_a_thread_without_context_borrows_the_kernels(fake, image, status):
     kernel = Kernel(image, "route", 2)
     fake.fail["cuLaunchKernel"] = [status]
-    kernel.launch((1, 1, 1), Params())
+    launch(kernel)
     assert [contexts for *_, contexts in fake.launches] == [[], [0x1002]]
 
 
@@ -131,7 +140,7 @@ def test_what_fails_is_an_exception_with_cudas_words(fake, image, monkeypatch, r
         fake.fail[function] = statuses
         words = r"CUDA_ERROR_TEST \(what the driver says\)"
         with pytest.raises(DriverError, match=words) as caught:
-            kernel.launch((1, 1, 1), Params(), extra_shared=4)
+            launch(kernel, extra_shared=4)
         assert function in str(caught.value) and caught.value.name == "CUDA_ERROR_TEST"
         assert fake.contexts == []
     for function in ("cuInit", "cuModuleLoadData", "cuModuleGetFunction", "cuFuncSetAttribute"):

@@ -10,8 +10,8 @@ import pytest
 from sparge.errors import Unsupported
 from sparge.kernels.cubin import read_sizes, read_static_shared
 from sparge.kernels.spec import ARCHS, HEAD_DIMS, RELEASE_ARCHS, KernelSpec
+from sparge.stages.measuring import shared_bytes
 from sparge.stages.route_shared import RouteShared, score_pitch
-from sparge.stages.score import shared_bytes
 from sparge.stages.workspace import CallShape
 
 

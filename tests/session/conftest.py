@@ -14,6 +14,7 @@ from sparge.session import session as session_module
 from sparge.session.measure import MeasuredCall
 from sparge.session.timing import Times
 from sparge.stages import on_reference
+from sparge.stages.kind import CallTensors
 from tests.session.parts import GRID, Qkv, neighbours_alike, nothing_measured
 
 
@@ -45,12 +46,13 @@ def asked(by_reference: None, monkeypatch: pytest.MonkeyPatch) -> list[MeasuredC
         found.append(call)
         return nothing_measured(call, with_truth)
 
-    def compute(call, out: Tensor, lse: None, counters: Tensor) -> None:
-        out.zero_()
-        counters += 1
+    def attend(tensors: CallTensors, *_: object) -> tuple[Tensor, None]:
+        if tensors.counters is not None:
+            tensors.counters.add_(1)
+        return torch.zeros(tensors.q.shape), None
 
     monkeypatch.setattr(heads, "measure", measure)
-    monkeypatch.setattr(on_reference, "compute", compute)
+    monkeypatch.setattr(on_reference, "attend", attend)
     return found
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The op `score` in torch, for CPUs and as the truth of its kernel."""
+"""`Measuring.score` in torch, for CPUs and as the truth of its kernel."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from sparge.blocks import unpack
 from sparge.kernels import Element
 from sparge.reference.attend import LOG2_E
-from sparge.stages.workspace import CallShape, WorkspaceLayout, layout_of
+from sparge.stages.workspace import CallShape, WorkspaceLayout
 from tests.oracle.sums import Partial
 
 LOG_2 = 0.6931471805599453  # a unit of row_max in natural logs
@@ -23,26 +23,25 @@ def fields_of(densities: int) -> int:
 
 
 def score_by_reference(
-    exact_out: Tensor,
-    exact_max: Tensor,
-    exact_sum: Tensor,
+    exact: tuple[Tensor, Tensor, Tensor],
     q: Tensor,
     workspace: Tensor,
-    shape: list[int],
-    element: int,
+    shape: CallShape,
+    element: Element,
     kept: Tensor,
     scale: float,
     found: Tensor,
 ) -> None:
     """Shapes as in `ScoreParams` of csrc/params.cuh; in float64 where `exact_out` is."""
+    exact_out, exact_max, exact_sum = exact
     buckets = range(exact_out.shape[2])
-    exact = [Partial(exact_out[:, :, n], exact_max[:, :, n], exact_sum[:, :, n]) for n in buckets]
-    layout = layout_of(CallShape(*shape), Element(element), False, True)
+    parts = [Partial(exact_out[:, :, n], exact_max[:, :, n], exact_sum[:, :, n]) for n in buckets]
+    layout = WorkspaceLayout(shape, element, False, True)
     dropped = ~unpack(kept, layout.shape.key_blocks)
     pooled = _pooled(q.to(exact_out.dtype), workspace, layout, dropped, scale)
     values = layout.view(workspace, "v_mean")[..., : q.shape[-1]]
     mean = values.repeat_interleave(q.shape[1] // values.shape[1], 1).unsqueeze(2)
-    kept_parts = list(accumulate(exact, Partial.plus))
+    kept_parts = list(accumulate(parts, Partial.plus))
     truth = kept_parts[-1].output()
     e, p = (torch.stack([part.output() - truth for part in x]) for x in (kept_parts, pooled))
     m = (mean - truth).expand_as(e)

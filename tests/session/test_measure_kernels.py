@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from sparge import Unsupported
-from sparge.blocks import pack, unpack, whole_steps
+from sparge.blocks import QUERY_BLOCK, pack, unpack, whole_steps
 from sparge.head_settings import Router
 from sparge.kernels import Element
 from sparge.kernels.source import find_csrc
@@ -22,8 +22,7 @@ from sparge.reference import log_scores
 from sparge.reference.route import rank_blocks
 from sparge.session import measure_kernels as module
 from sparge.session.measure import MeasuredCall, measure
-from sparge.stages.rules import AttendRules, OrderFacts, QuantizeRules, RouteRules, Select
-from sparge.stages.score import MOST_DENSITIES, score
+from sparge.stages.measuring import MOST_DENSITIES, Measuring
 from sparge.stages.workspace import CallShape, WorkspaceLayout
 from sparge.thresholds import COLUMNS
 from tests.oracle import Quantized, attend, quantize_qkv
@@ -36,44 +35,45 @@ GRID = TokenGrid(4, 8, 15, suffix=20)  # 32 slots of the last query block but th
 
 
 class Stages:
-    """The ops of measuring, in the kernels' arithmetic."""
+    """What measurements launch."""
 
-    score = staticmethod(score_by_reference)
-
-    def __init__(self, order: TokenOrder) -> None:
-        self.order = order
+    def __init__(self) -> None:
         self.operands: list[Quantized] = []  # of the KV heads of the last workspace
         self.attended: list[Tensor] = []
         self.held: list[int] = []  # bytes of each workspace
 
-    def quantize(
-        self, q: Tensor, k: Tensor, v: Tensor, key_lengths: None, element: int, *rest: Any
-    ) -> Tensor:
-        *flat, facts, means = rest
-        rules, (slot_tokens, _, head_order_kind, *_) = QuantizeRules.of_flat(*flat), facts
-        assert element == Element.INT8_FP16 and rules.smooth_k and not rules.with_similarity
-        assert head_order_kind is None and means.shape == (3, *k.shape[:2], 64)
-        kinds = enumerate(self.order.slot_tokens)
-        (kind,) = (n for n, tokens in kinds if torch.equal(tokens, slot_tokens[0]))
-        layout = WorkspaceLayout(
-            CallShape.of(q, k, self.order.slots),
-            Element.INT8_FP16,
-            with_queries=rules.with_queries,
-            with_pools=rules.with_pools,
-        )
+    def measuring(self, k: Tensor, v: Tensor, order: TokenOrder, scale: float) -> Emulated:
+        return Emulated(self, k, v, order, scale)
+
+
+@dataclass
+class Emulated:
+    """`Measuring` in the kernels' arithmetic."""
+
+    stages: Stages
+    k: Tensor
+    v: Tensor
+    order: TokenOrder
+    scale: float
+    element = Element.INT8_FP16
+
+    def means(self) -> Tensor:
+        operands = quantize_qkv(self.k, self.k, self.v, element=self.element)
+        found = torch.stack([operands.kbar, operands.vbar, operands.v_scale])
+        return pad(found, (0, 64 - found.shape[-1]))
+
+    def quantized(self, q: Tensor, means: Tensor) -> Tensor:
+        assert self.order.order_kinds == 1 and means.shape == (3, *self.k.shape[:2], 64)
+        shape = CallShape.of(q, self.k, self.order.slots)
+        layout = WorkspaceLayout(shape, self.element, with_queries=False, with_pools=True)
         workspace = torch.full((layout.nbytes,), 255, dtype=torch.uint8)  # NaN
-        self.held.append(workspace.numel())
-        self.operands, group = [], q.shape[1] // k.shape[1]
-        for head in range(k.shape[1]):
+        self.stages.held.append(workspace.numel())
+        self.stages.operands, group = [], q.shape[1] // self.k.shape[1]
+        for head in range(self.k.shape[1]):
             own, of_own = slice(head, head + 1), slice(head * group, (head + 1) * group)
-            x = quantize_qkv(
-                q[:, of_own],
-                k[:, own],
-                v[:, own],
-                self.order.of_kind(kind),
-                element=Element.INT8_FP16,
-            )
-            self.operands.append(x)
+            given = q[:, of_own], self.k[:, own], self.v[:, own]
+            x = quantize_qkv(*given, self.order, element=self.element)
+            self.stages.operands.append(x)
             names = "k_block_mean", "k_variance", "v_block_mean", "v_variance"
             values = {name: getattr(x, name) for name in names}
             for name, value in (values | {"key_counts": x.key_counts.unsqueeze(1)}).items():
@@ -82,25 +82,17 @@ class Stages:
         layout.means(workspace).copy_(means)
         return workspace
 
-    def means(self, k: Tensor, v: Tensor, key_lengths: None, smooth_k: bool, element: int,
-              ordered: bool) -> Tensor:  # fmt: skip
-        assert smooth_k and ordered
-        operands = quantize_qkv(k, k, v, element=Element(element))
-        found = torch.stack([operands.kbar, operands.vbar, operands.v_scale])
-        return pad(found, (0, 64 - found.shape[-1]))
-
-    def route(
-        self, workspace: Tensor, shape: list[int], element: int, with_pools: bool, *rest: Any
+    def routed(
+        self,
+        workspace: Tensor,
+        shape: CallShape,
+        thresholds: Tensor,
+        q_means: Tensor,
+        q_similarity: Tensor,
     ) -> Tensor:
-        *flat, _, block_mask, thresholds, facts, counters, q_means, q_similarity = rest
-        rules, order = RouteRules.of_flat(*flat), OrderFacts(*facts)
-        assert (rules.select, rules.causal, rules.upstream) == (Select.TOPK, False, False)
-        assert block_mask is order.queries_exact is order.slot_counts is counters is None
-        layout = WorkspaceLayout(
-            CallShape(*shape), Element(element), with_queries=False, with_pools=with_pools
-        )
+        layout = WorkspaceLayout(shape, self.element, with_queries=False, with_pools=True)
         assert layout.nbytes == workspace.numel()
-        assert q_means.shape == (*shape[:2], layout.shape.query_blocks, 64)
+        assert q_means.shape == (*shape[:2], shape.query_blocks, 64)
         assert q_means.is_contiguous() and q_similarity.numel() >= q_means[..., 0].numel()
         names = ("k_block_mean", "k_variance", "v_block_mean", "v_variance")
         facts_of_blocks: Any = SimpleNamespace(
@@ -108,37 +100,47 @@ class Stages:
             key_counts=layout.view(workspace, "key_counts")[:, 0],
             **{name: layout.view(workspace, name).float() for name in names},
         )
-        valid, forced = (facts_of_blocks.key_counts > 0)[:, None, None], order.keys_exact
-        assert (thresholds[:, COLUMNS.index("router")] == Router.ERROR).all() and forced is not None
-        scores = log_scores(facts_of_blocks, rules.score_scale, valid)[1]
+        valid, forced = (facts_of_blocks.key_counts > 0)[:, None, None], self.order.keys_exact
+        assert (thresholds[:, COLUMNS.index("router")] == Router.ERROR).all()
+        scores = log_scores(facts_of_blocks, self.scale, valid)[1]
         rank = rank_blocks(scores.masked_fill(~valid | forced, -torch.inf))
         share = thresholds[:, COLUMNS.index("selection")]
-        asked = (share * scores.shape[-1]).long().clamp(min=rules.floor)[:, None, None]
+        asked = (share * scores.shape[-1]).long().clamp(min=1)[:, None, None]
         wanted = whole_steps(asked, (valid & forced).sum(-1, keepdim=True))
         return pack(valid & (forced | (rank < wanted)))
 
-    def attend(self, q: Tensor, workspace: Tensor, block_map: Tensor, *rest: Any) -> None:
-        shape, _, *flat, lengths, _, facts, out, _, sums, row_max, row_sum, _ = rest
-        rules, (slots,) = AttendRules.of_flat(*flat), facts[0]
-        assert not (rules.with_pools or rules.pv_filter or rules.causal) and lengths is None
-        assert (shape[0], shape[2]) == (q.shape[0], 1) and out.shape == q.shape
-        assert out.data_ptr() != q.data_ptr()
-        every_row = q.new_zeros(*q.shape[:2], shape[3], q.shape[-1])
+    def attended(
+        self, workspace: Tensor, q: Tensor, block_map: Tensor, slot_token: Tensor, keys: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        assert keys == self.order.slots
+        (slots,) = slot_token
+        rows_of_slots = (*q.shape[:2], block_map.shape[2] * QUERY_BLOCK, q.shape[-1])
+        every_row = q.new_zeros(rows_of_slots)
         every_row[:, :, slots >= 0] = q[:, :, slots[slots >= 0]]
-        for head, x in enumerate(self.operands):
-            heads = slice(head, None, len(self.operands))  # batch entries are KV heads
+        sums = torch.empty(q.shape)
+        row_max, row_sum = torch.empty(2, *q.shape[:3])
+        operands = self.stages.operands
+        for head, x in enumerate(operands):
+            heads = slice(head, None, len(operands))  # batch entries are KV heads
             rows = every_row[heads]
-            own = quantize_qkv(rows, rows, rows, element=Element.INT8_FP16)
+            own = quantize_qkv(rows, rows, rows, element=self.element)
             names = ("q", "q_levels", "q_scale", "query_counts")
             found = attend(
                 replace(x, **{name: getattr(own, name) for name in names}, order=None),
                 unpack(block_map[heads], x.key_counts.shape[1]),
-                scale=rules.scale,
+                scale=self.scale,
             )
             sums[heads] = found.unnormalised[:, :, slots >= 0]
             row_max[heads] = found.row_max[:, :, slots >= 0]
             row_sum[heads] = found.row_sum[:, :, slots >= 0]
-        self.attended.append(q)
+        self.stages.attended.append(q)
+        return sums, row_max, row_sum
+
+    def score(
+        self, exact: Any, q: Tensor, workspace: Tensor, shape: CallShape, kept: Tensor,
+        found: Tensor,
+    ) -> None:  # fmt: skip
+        score_by_reference(exact, q, workspace, shape, self.element, kept, self.scale, found)
 
 
 @pytest.fixture(params=["two orders", "heads share keys"])
@@ -152,9 +154,8 @@ def call(request: pytest.FixtureRequest, make_qkv) -> MeasuredCall:
 
 @pytest.fixture
 def stages(call: MeasuredCall, monkeypatch: pytest.MonkeyPatch) -> Stages:
-    stages = Stages(call.order)
-    monkeypatch.setattr(module, "ops", stages)
-    monkeypatch.setattr(module, "element_of", lambda *_: Element.INT8_FP16)
+    stages = Stages()
+    monkeypatch.setattr(module, "Measuring", stages.measuring)
     return stages
 
 
@@ -191,10 +192,12 @@ def test_groups_of_heads_are_the_whole(call: MeasuredCall, stages: Stages, monke
         torch.testing.assert_close(getattr(grouped, name), getattr(whole, name))
 
 
-def test_more_densities_than_the_kernel_has_room_for_are_refused() -> None:
+def test_more_densities_than_the_kernel_has_room_for_are_refused(pretended_gpu) -> None:
     source = (find_csrc() / "score" / "place.cuh").read_text()
     assert f"kMostDensities = {MOST_DENSITIES};" in source
     exact = torch.empty(1, 1, MOST_DENSITIES + 1, 4, 64)
     parts, shape = (exact, exact[..., 0], exact[..., 0]), CallShape(1, 1, 1, 4, 64, 64)
+    q = exact[:, :, 0]
+    measuring = Measuring(q, q, grid_order(GRID), 1.0)
     with pytest.raises(Unsupported, match="33 densities; up to 32"):
-        score(parts, exact[:, :, 0], exact, shape, Element.INT8_FP16, exact, 1.0, exact[0])
+        measuring.score(parts, q, exact, shape, exact, exact[0])

@@ -38,14 +38,14 @@ struct Producer {
   // complete step waits until the next block shows that it is not the last.
   SPARGE_DEVICE void walk(const Work& work, i32 item) {
     const i32 words = p.problem.map_words(), key_blocks = p.problem.key_blocks();
-    const u32* row = p.block_map + work.map_row(p.problem) * words;
+    const u32* row = work.map_row(p);
     Step step = {};
     step.item = item;
     step.block[0] = step.block[1] = -1;
     step.pvthreshd = work.pvthreshd;
     step.first_query = work.first_query;
     for (i32 first = 0; first < words; first += kWarpSize) {
-      const u32 mine = first + lane < words ? row[first + lane] : 0;
+      const u32 mine = first + lane < words ? attend::map_word(row, first + lane) : 0;
       u32 filled = __ballot_sync(kFullWarp, mine != 0);
       Facts next = facts_of(work, filled ? first + __ffs(filled) - 1 : words, key_blocks);
       while (filled) {
@@ -80,7 +80,7 @@ struct Producer {
   };
 
   SPARGE_DEVICE void add(Step& step, const Work& work, i32 block, const Facts& facts) {
-    if (block >= p.problem.key_blocks()) return;  // ALL_BLOCKS has bits of such blocks
+    if (block >= p.problem.key_blocks()) return;  // without a map there are bits of such blocks
     if (step.block[1] >= 0) {
       push(work, step);
       step.block[0] = step.block[1] = -1;
