@@ -18,8 +18,9 @@ import comfy.model_management
 import torch
 
 from ..sparge import capabilities
-from ..sparge.kernels.warmup import warm_up
+from ..sparge.kernels.warmup import Needs, warm_up
 from ..sparge.session import Exact, Report, Session, summary, verdict
+from .families import needs_of
 
 logger = logging.getLogger("sparge")
 
@@ -41,19 +42,23 @@ def inference_device() -> torch.device:
     return comfy.model_management.get_torch_device()
 
 
-def prepare_kernels(device: torch.device, node_id: str | None) -> None:
-    """Starts compiling what a device lacks, where kernels can run."""
+def needs_of_model(model: Any) -> Needs:
+    """Kernels that a BaseModel of ComfyUI needs."""
+    dtype = getattr(model, "get_dtype_inference", lambda: None)()
+    return needs_of(model.diffusion_model, dtype)
+
+
+def prepare_kernels(device: torch.device, needs: Needs, node_id: str | None) -> None:
+    """Starts compiling what a device lacks for a model, where kernels can run."""
     if capabilities(device).usable:
-        warm_up(device, functools.partial(show_on_node, node_id))
+        warm_up(device, functools.partial(show_on_node, node_id), needs)
 
 
-def await_kernels(run: Session, device: torch.device, node_id: str | None) -> None:
+def await_kernels(run: Session, device: torch.device, needs: Needs, node_id: str | None) -> None:
     """Waits for them, until the user cancels: here ComfyUI does nothing else on the GPU, whose
     speed may be measured."""
-    if capabilities(device).usable:
-        warmup = warm_up(device, functools.partial(show_on_node, node_id))
-        interrupt = comfy.model_management.throw_exception_if_processing_interrupted
-        run.await_kernels(device, functools.partial(warmup.wait, interrupt))
+    interrupt = comfy.model_management.throw_exception_if_processing_interrupted
+    run.await_kernels(device, needs, functools.partial(show_on_node, node_id), interrupt)
 
 
 def end_run(run: Session, stopped: bool, node_id: str | None) -> Report | None:

@@ -18,9 +18,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from ..sparge import TokenGrid
+from ..sparge.kernels.warmup import Needs
 from ..sparge.session import TextPosition, TokenLayout
 
 Patch = tuple[int, int, int]
@@ -366,6 +368,21 @@ def _num_heads(model: Any) -> int | None:
     owners = model, getattr(first, "attn", None)  # MiniMax H3 has them there
     names = ("num_heads", "num_attention_heads", "n_heads", "heads")
     return next((getattr(x, n) for x in owners for n in names if hasattr(x, n)), None)
+
+
+#: Attributes of models and of their attention that hold the head dimension.
+_HEAD_DIMS = ("head_dim", "dim_head", "attention_head_dim")
+
+
+def needs_of(network: Any, dtype: torch.dtype | None) -> Needs:
+    """Kernels that a network needs which computes in a dtype, as far as it says so."""
+    parts = network.modules() if isinstance(network, nn.Module) else ()
+    found = (getattr(part, name, None) for part in parts for name in _HEAD_DIMS)
+    head_dim = next((each for each in found if isinstance(each, int)), None)
+    hidden, heads = getattr(network, "hidden_size", None), _num_heads(network)
+    if head_dim is None and hidden and heads:
+        head_dim = hidden // heads
+    return Needs(head_dim, dtype)
 
 
 def _layers(model: Any, extras: Mapping[str, Any]) -> dict[str, Any]:

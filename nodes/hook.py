@@ -91,7 +91,9 @@ class Hook:
             )
         finished = False
         try:
-            comfyui.await_kernels(run, patcher.load_device, self.node_id)
+            comfyui.await_kernels(
+                run, patcher.load_device, comfyui.needs_of_model(patcher.model), self.node_id
+            )
             options[OVERRIDE_KEY] = self._reinstalled(found)
             options[RUN_KEY] = run
             result = executor(*args, **kwargs)

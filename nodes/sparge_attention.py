@@ -9,7 +9,7 @@ from typing import Any
 from comfy_api.latest import io
 
 from ..sparge.session import AUTO_BUDGET, AUTO_QUALITY, MANUAL, QUALITIES, LayerSpans, Settings
-from .comfyui import inference_device, prepare_kernels
+from .comfyui import inference_device, needs_of_model, prepare_kernels
 from .hook import Hook
 
 DEFAULT = Settings()
@@ -71,7 +71,7 @@ class SpargeAttention(io.ComfyNode):
     ) -> io.NodeOutput:
         settings = settings_of(mode, widgets)
         node_id = cls.hidden.unique_id if cls.hidden else None
-        prepare_kernels(inference_device(), node_id)
+        prepare_kernels(inference_device(), needs_of_model(model.model), node_id)
         patched = model.clone()
         Hook(settings, node_id).install(patched)
         return io.NodeOutput(patched)

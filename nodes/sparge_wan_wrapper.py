@@ -38,6 +38,7 @@ from ..sparge.session import (
 from ..sparge.session.torch_pass import TorchPass
 from ..sparge.torch_attention import TorchCall
 from . import comfyui
+from .families import needs_of
 from .run import NO_CALL, WORDS
 
 logger = logging.getLogger("sparge")
@@ -128,7 +129,7 @@ class SpargeAttentionWanVideoWrapper(io.ComfyNode):
             logger.warning("[Sparge] NOTHING IS SPARSE: %s", reason)
             comfyui.show_on_node(node_id, short_lines("NOTHING IS SPARSE", reason))
             return io.NodeOutput(model)
-        comfyui.prepare_kernels(device, node_id)
+        comfyui.prepare_kernels(device, needs_of(model.model.diffusion_model, None), node_id)
         patched = model.clone()
         WanWrapperHook(settings, start_step, node_id).install(patched)
         return io.NodeOutput(patched)
@@ -240,7 +241,7 @@ class WanWrapperHook:
         if run is None:
             run = carried.run = WrapperRun(self._settings, words=WAN_WRAPPER)
             weakref.finalize(carried, run.end_for, self._node_id).atexit = False
-            comfyui.await_kernels(run, device, self._node_id)
+            comfyui.await_kernels(run, device, needs_of(transformer, None), self._node_id)
         layout = _layout(transformer, latent, given)
         native = None if step >= self._start_step else f"before start_step {self._start_step}"
         of_pass = Step((int(bool(given.get("is_uncond"))),), step)

@@ -97,9 +97,17 @@ struct Chunks {
   }
 };
 
-// Calls `body(Chunks<source>)` for the view's run-time type.
+// Type of q, k and v that the kernel is built for; kAny: they may differ, and each is asked at run time.
+constexpr Source kBuiltFor = static_cast<Source>(SPARGE_SOURCE);
+static_assert(kBuiltFor != Source::kOther, "what does not fit 16-byte loads is served by kernels for any type");
+
+// Calls `body(Chunks<source>)` for the view's type.
 template <typename Body>
 SPARGE_DEVICE void with_chunks(const TensorView& view, i32 b, i32 head, i32 channels, Body&& body) {
+  if constexpr (kBuiltFor != Source::kAny) {
+    body(Chunks<kBuiltFor>(view, b, head, channels));
+    return;
+  }
   const bool whole = view.vectorized && channels % kLaneChannels == 0 && view.token_stride < (1ll << 31);
   if (whole && view.dtype == DType::kBf16)
     body(Chunks<Source::kBf16>(view, b, head, channels));

@@ -11,6 +11,9 @@
 #ifndef SPARGE_ELEMENT
 #define SPARGE_ELEMENT 0
 #endif
+#ifndef SPARGE_SOURCE
+#define SPARGE_SOURCE 3
+#endif
 #ifndef SPARGE_PV_FILTER
 #define SPARGE_PV_FILTER 0
 #endif

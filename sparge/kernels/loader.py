@@ -6,21 +6,25 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from contextlib import suppress
 from itertools import islice
 
 import torch
 
 from ..errors import KernelBuildError, Unsupported
+from .build import build
 from .compile import NvrtcCompiler
 from .cubin import Cubin
 from .device import as_device, capabilities, compiler, cuda_index, pass_over, use
 from .driver import DriverError, Kernel
 from .folder import cache_folder
+from .graph import Job
 from .nvrtc import NvrtcNotFoundError
-from .source import read_sources
+from .source import find_csrc, read_sources
 from .spec import KernelSpec, native_specs
 from .store import Store
 
@@ -34,6 +38,9 @@ _REFUSALS = {
     f"CUDA_ERROR_{name}"
     for name in ("INVALID_IMAGE", "NO_BINARY_FOR_GPU", "INVALID_SOURCE", "NOT_FOUND")
 }
+
+#: NVRTC from which on threads compile side by side; earlier ones take a lock of their own.
+_THREADS_FROM = (13, 0)
 
 _kernels: dict[tuple[KernelSpec, int], Kernel] = {}
 _locks: dict[tuple[KernelSpec, int], threading.Lock] = {}
@@ -84,6 +91,8 @@ def warm(
 
 def _get_all(specs: Iterable[KernelSpec], index: int, progress: Progress | None) -> None:
     wanted = list(specs)
+    if any((spec, index) not in _kernels for spec in wanted):
+        _compile_in_processes(wanted)
     if progress is None and all((spec, index) in _kernels for spec in wanted):
         return
     waiting, done = iter(wanted), 0
@@ -104,6 +113,16 @@ def _get_all(specs: Iterable[KernelSpec], index: int, progress: Progress | None)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+
+
+def _compile_in_processes(specs: Sequence[KernelSpec]) -> None:
+    """Compiles into the cache what is not there, side by side where threads cannot. What fails is
+    compiled once more, and told of, where it is loaded."""
+    folder, cores = cache_folder(), os.cpu_count() or 1
+    with suppress(NvrtcNotFoundError, OSError, ImportError):
+        nvrtc = compiler()
+        if nvrtc.version < _THREADS_FROM and folder and cores > 1 and sys.executable:
+            build(Job(tuple(specs), find_csrc(), folder.absolute(), NvrtcCompiler(nvrtc)), cores)
 
 
 def load_cubin(spec: KernelSpec, anew: bool = False) -> Cubin:

@@ -30,6 +30,16 @@ class Element(enum.IntEnum):
         return 1 if self in (Element.INT8_E4M3, Element.INT8_INT8) else 2
 
 
+class Source(enum.IntEnum):
+    """Types of q, k and v that `quantize` is built for; the numbers are ``SPARGE_SOURCE``. Code for
+    any takes seven times as long to compile as code for one."""
+
+    BF16 = 0
+    FP16 = 1
+    ANY = 3
+    """They may differ, be float32 or lie where no 16-byte loads reach."""
+
+
 @dataclass(frozen=True)
 class Arch:
     """One compile target.
@@ -116,6 +126,7 @@ class KernelSpec:
     head_dim: int = 128
     element: Element = Element.INT8_FP16
     pv_filter: bool = False
+    source: Source = Source.ANY
 
     def __post_init__(self) -> None:
         if self.arch not in ARCHS:
@@ -128,6 +139,8 @@ class KernelSpec:
             object.__setattr__(self, "element", Element.INT8_FP16)
         if self.entry in (*_WITHOUT_ELEMENT, "quantize"):
             object.__setattr__(self, "pv_filter", False)
+        if self.entry != "quantize":
+            object.__setattr__(self, "source", Source.ANY)
 
     @property
     def reads_element(self) -> bool:
@@ -140,6 +153,8 @@ class KernelSpec:
             parts.append(self.element.name.lower())
         if self.pv_filter:
             parts.append("pv")
+        if self.source is not Source.ANY:
+            parts.append(self.source.name.lower())
         return "-".join(parts)
 
     @property
@@ -150,6 +165,7 @@ class KernelSpec:
             f"-DSPARGE_HEAD_DIM={self.head_dim}",
             f"-DSPARGE_ELEMENT={int(self.element)}",
             f"-DSPARGE_PV_FILTER={int(self.pv_filter)}",
+            f"-DSPARGE_SOURCE={int(self.source)}",
             f"-DSPARGE_PARAMS_BYTES={ctypes.sizeof(PARAMS[self.entry])}",
         ]
 
@@ -199,11 +215,12 @@ def all_specs(arch: str) -> list[KernelSpec]:
     path = ARCHS[arch].path
     elements = [e for e in Element if path in _BUILT.get(e, (path,))]
     specs = (
-        KernelSpec(entry, arch, head_dim, element, pv_filter)
+        KernelSpec(entry, arch, head_dim, element, pv_filter, source)
         for entry in ENTRIES
         for head_dim in HEAD_DIMS
         for element in elements
         for pv_filter in (False, True)
+        for source in Source
         if entry not in HOPPER_ENTRIES or attend_entry(arch, element) == entry
     )
     return list(dict.fromkeys(specs))

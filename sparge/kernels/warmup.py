@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Warm-up: kernels that this machine lacks are compiled while a host still loads its model."""
+"""Warm-up: kernels that a run needs and this machine lacks are compiled while a framework still
+loads its model."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -15,10 +18,11 @@ from .device import capabilities
 from .driver import DriverError
 from .loader import warm
 from .spec import (
+    HEAD_DIMS,
     KernelSpec,
+    Source,
     eight_bit_element,
     native_specs,
-    pv_filter_saves,
 )
 
 logger = logging.getLogger("sparge")
@@ -36,48 +40,85 @@ _POLL_SECONDS = 0.1
 _WORTH_TELLING_SECONDS = 1.0
 
 
-def eight_bit_specs(arch: str) -> list[KernelSpec]:
-    """Kernels of the 8-bit precision for both head_dims, with the PV filter where it saves time."""
-    own = eight_bit_element(arch)
+#: Types of q, k and v that have a kernel of their own.
+_SOURCES = {torch.bfloat16: Source.BF16, torch.float16: Source.FP16}
+
+
+class Needs(NamedTuple):
+    """Facts of q, k and v that kernels follow from; None where they are not known before a call."""
+
+    head_dim: int | None = None
+    dtype: torch.dtype | None = None
+
+    @property
+    def head_dims(self) -> Sequence[int]:
+        """Those that kernels are built for."""
+        if self.head_dim is None:
+            return HEAD_DIMS
+        return [built for built in HEAD_DIMS if self.head_dim <= built][:1]
+
+
+#: Of a model that does not say.
+UNKNOWN = Needs()
+
+
+def eight_bit_specs(arch: str, needs: Needs = UNKNOWN) -> list[KernelSpec]:
+    """Kernels of the 8-bit precision. Those with the PV filter are compiled when a call asks for
+    them."""
+    own, dtype = eight_bit_element(arch), needs.dtype
+    sources = _SOURCES.values() if dtype is None else [_SOURCES.get(dtype, Source.ANY)]
     return [
         spec
         for spec in native_specs(arch)
         if (spec.element is own or not spec.reads_element)
-        and (pv_filter_saves(arch) or not spec.pv_filter)
+        and not spec.pv_filter
+        and spec.head_dim in needs.head_dims
+        and (spec.entry != "quantize" or spec.source in sources)
     ]
 
 
 class Warmup:
-    """Compiles and loads the kernels of one device in a thread; wait() before the first call."""
+    """Compiles and loads kernels of one device in a thread; wait() before the first call."""
 
-    def __init__(self, device: torch.device, show: Show) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, show: Show, needs: Needs) -> None:
+        self._device, self._needs = device, needs
         self._show = show
         self._started = time.perf_counter()
+        self._ready = ""  # how many kernels are
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name="sparge-warmup", daemon=True)
         self._thread.start()
 
     def _work(self) -> None:
         try:
-            warm(self._device, eight_bit_specs, self._progress)
+            warm(self._device, partial(eight_bit_specs, needs=self._needs), self._progress)
             arch = capabilities(self._device).arch
             logger.info("[Sparge] attention on %s by kernels for %s", self._device, arch)
         except BaseException as error:  # handed to whoever waits
             self._error = error
 
     def _progress(self, done: int, total: int, name: str) -> None:
+        self._ready = f"{done} of {total}, "
+        seconds = self._tell()
+        if done == total and seconds > _WORTH_TELLING_SECONDS:
+            logger.info("[Sparge] %d kernels are ready after %.1f s", total, seconds)
+
+    def _tell(self) -> float:
+        """Shows how far it is, where that is worth telling. Returns the seconds so far."""
         seconds = time.perf_counter() - self._started
         if seconds > _WORTH_TELLING_SECONDS:
-            self._show(f"Compiling kernels for this GPU, once: {done} of {total}, {seconds:.0f} s")
-            if done == total:
-                logger.info("[Sparge] %d kernels are ready after %.1f s", total, seconds)
+            self._show(f"Compiling kernels for this GPU, once: {self._ready}{seconds:.0f} s")
+        return seconds
 
     def wait(self, check_cancelled: Callable[[], None]) -> str | None:
         """Blocks until done. Returns why the kernels cannot be used, or None when they can."""
+        told = 0.0
         while self._thread.is_alive():
             check_cancelled()
             self._thread.join(_POLL_SECONDS)
+            if time.perf_counter() - told > _WORTH_TELLING_SECONDS:
+                self._tell()
+                told = time.perf_counter()
         if isinstance(self._error, Unsupported):
             return self._error.reason
         if isinstance(self._error, KernelBuildError | DriverError):
@@ -101,15 +142,15 @@ class Warmup:
         return not (isinstance(self._error, KernelBuildError) and self._error.log)
 
 
-_warmups: dict[torch.device, Warmup] = {}
+_warmups: dict[tuple[torch.device, Needs], Warmup] = {}
 _lock = threading.Lock()
 
 
-def warm_up(device: torch.device, show: Show) -> Warmup:
-    """Warm-up of a device, started by whoever asks first in this process, and once more after one
-    that failed and may not fail again."""
+def warm_up(device: torch.device, show: Show, needs: Needs = UNKNOWN) -> Warmup:
+    """Warm-up of a device for what a model needs, started by whoever asks first in this process,
+    and once more after one that failed and may not fail again."""
     with _lock:
-        kept = _warmups.get(device)
+        kept = _warmups.get((device, needs))
         if kept is None or kept.may_go_better:
-            kept = _warmups[device] = Warmup(device, show)
+            kept = _warmups[device, needs] = Warmup(device, show, needs)
         return kept

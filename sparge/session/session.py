@@ -35,7 +35,7 @@ from ..errors import KernelBuildError, Unsupported
 from ..failures import MEANT_FOR_HOST, Failures
 from ..head_settings import HeadSettings
 from ..kernels import capabilities
-from ..kernels.warmup import KERNEL_DID_NOT_COMPILE
+from ..kernels.warmup import KERNEL_DID_NOT_COMPILE, Needs, warm_up
 from ..policy import SparsePolicy
 from .calls import (
     CROSS_ATTENTION,
@@ -189,17 +189,25 @@ class Session:
             begun.record.expect(self._rows)
         return unusable
 
-    def await_kernels(self, device: torch.device, wait: Callable[[], str | None]) -> None:
-        """Waits for the kernels, so that whether a call is sparse never depends on how fast a
-        compiler was, and tests them where this GPU has not. wait: returns why there are none, or
-        None."""
-        failure = wait()
+    def await_kernels(
+        self,
+        device: torch.device,
+        needs: Needs,
+        show: Callable[[str], None],
+        check_cancelled: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Waits for the kernels that a model needs, so that whether a call is sparse never depends
+        on how fast a compiler was, and tests them where this GPU has not. show: shows a line while
+        they compile."""
+        if not capabilities(device).usable:
+            return
+        failure = warm_up(device, show, needs).wait(check_cancelled)
         if failure is not None:
             self.give_up(device, failure)
             return
         with self.failures.caught("the kernels were not tested on this GPU"):
             try:
-                check_once(device, self.exact)
+                check_once(device, self.exact, needs)
             except Unsupported as error:
                 self.give_up(device, error.reason)
 

@@ -44,9 +44,8 @@ from ..kernels.folder import (
     write_whole,
 )
 from ..kernels.source import read_sources
-from ..kernels.spec import HEAD_DIMS
 from ..kernels.store import entry_stem
-from ..kernels.warmup import eight_bit_specs
+from ..kernels.warmup import UNKNOWN, Needs, eight_bit_specs
 from ..order.grid import TokenGrid, grid_order, raster_order
 from ..policy import EIGHT_BIT_DENSE, SparsePolicy
 from ..stages.as_written import as_written
@@ -183,7 +182,8 @@ def times_of(call: Call, exact: Exact, grid: TokenGrid | None) -> Times | None:
     and for calls that are not timed. grid: of the tokens."""
     if not _is_timed(call):
         return None
-    key, kind = _key(call.q.device, exact), _kind(call)
+    needs = Needs(call.head_dim, call.q.dtype)
+    key, kind = _key(call.q.device, exact, needs), _kind(call)
     with _lock:
         if (key, kind) not in _known:
             _known.update({(key, of): times for of, times in (_read(key) or {}).items()})
@@ -201,17 +201,6 @@ def times_of(call: Call, exact: Exact, grid: TokenGrid | None) -> Times | None:
         return _known[key, kind].of_tokens(call.query_tokens)
 
 
-def are_kept(device: torch.device, exact: Exact) -> bool:
-    """Whether a file holds times of this GPU and these kernels, if only of no call yet."""
-    return _read(_key(device, exact)) is not None
-
-
-def keep_none(device: torch.device, exact: Exact) -> None:
-    """Makes the file that `are_kept` asks for."""
-    with _lock:
-        _keep(_key(device, exact))
-
-
 def _is_timed(call: Call) -> bool:
     device = call.q.device
     if device.type != "cuda" or not speed_matters() or not capabilities(device).usable:
@@ -227,14 +216,15 @@ def _kind(call: Call) -> str:
     return f"{call.q.dtype} {' '.join(map(str, sizes))}"
 
 
-def _key(device: torch.device, exact: Exact) -> str:
+def _key(device: torch.device, exact: Exact, needs: Needs) -> str:
     """Facts that times depend on, as text."""
-    return _facts(device, capabilities(device).arch, exact.name)
+    return _facts(device, capabilities(device).arch, exact.name, needs)
 
 
 @functools.lru_cache(maxsize=16)
-def _facts(device: torch.device, arch: str, exact: str) -> str:
-    stems = sorted(entry_stem(spec, read_sources(spec.entry)) for spec in eight_bit_specs(arch))
+def _facts(device: torch.device, arch: str, exact: str, needs: Needs) -> str:
+    specs = eight_bit_specs(arch, needs)
+    stems = sorted(entry_stem(spec, read_sources(spec.entry)) for spec in specs)
     facts = {
         "format": _FORMAT,
         "gpu": torch.cuda.get_device_name(device),
@@ -368,30 +358,32 @@ class WrongKernels(Unsupported):
     """A kernel computes something else on this GPU than it should."""
 
 
-def check_kernels(device: torch.device) -> None:
+def check_kernels(device: torch.device, needs: Needs = UNKNOWN) -> None:
     """Raises WrongKernels where 8-bit calls are not right on this GPU. A process tests it once."""
-    if wrong := _wrong(device):
+    if wrong := _wrong(device, needs):
         raise WrongKernels(wrong)
 
 
-def check_once(device: torch.device, exact: Exact) -> None:
-    """`check_kernels`, where nothing is kept that tells that they passed it on this GPU. Without
-    memory for it a later run tests them."""
-    if device.type != "cuda" or are_kept(device, exact):
+def check_once(device: torch.device, exact: Exact, needs: Needs = UNKNOWN) -> None:
+    """`check_kernels`, where no file of times tells that they passed it on this GPU. Without memory
+    for it a later run tests them."""
+    if device.type != "cuda" or _read(key := _key(device, exact, needs)) is not None:
         return
     try:
-        check_kernels(device)
+        check_kernels(device, needs)
     except torch.OutOfMemoryError:
         logger.info("[Sparge] the kernels were not tested: memory is full")
         return
-    keep_none(device, exact)
+    with _lock:
+        _keep(key)  # without times yet
 
 
 @functools.cache  # kernels of another target cannot replace those that have served a call
-def _wrong(device: torch.device) -> str:
+def _wrong(device: torch.device, needs: Needs) -> str:
     """Fault of 8-bit calls, for the user; empty where there is none."""
-    for head_dim in HEAD_DIMS:
-        if not (error := largest_error(head_dim, device)) <= MOST:
+    dtype = needs.dtype or torch.bfloat16
+    for head_dim in needs.head_dims:
+        if not (error := largest_error(head_dim, device, dtype)) <= MOST:
             return (
                 "the kernels compute something else on this GPU than they should "
                 f"(error {error:.2g} at head_dim {head_dim}): please report it."
@@ -399,10 +391,12 @@ def _wrong(device: torch.device) -> str:
     return ""
 
 
-def largest_error(head_dim: int, device: torch.device) -> float:
+def largest_error(
+    head_dim: int, device: torch.device, dtype: torch.dtype = torch.bfloat16
+) -> float:
     """Largest of `row_errors` of an 8-bit call; NaN where its result is no number. Raises as
     `sparge.attention` does."""
-    inputs = make_inputs(head_dim)
+    inputs = make_inputs(head_dim, dtype)
     q, k, v, kept = (x.to(device) for x in inputs)
     with torch.inference_mode():
         found = attention(q, k, v, block_mask=kept, output_dtype=torch.float32)
@@ -423,7 +417,9 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> Tensor:
     return logits.masked_fill(~seen[..., :TOKENS, :TOKENS], -torch.inf).softmax(-1) @ v
 
 
-def make_inputs(head_dim: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def make_inputs(
+    head_dim: int, dtype: torch.dtype = torch.bfloat16
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """q, k, v and a block mask. What has a scale of its own differs in size from its neighbour:
     rows of queries, blocks of keys and of values, channels of values. Keys and values have a mean,
     which the kernels take off."""
@@ -442,4 +438,4 @@ def make_inputs(head_dim: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         blocks = (1, HEADS, block_count(TOKENS, QUERY_BLOCK), block_count(TOKENS, KEY_BLOCK))
         kept = torch.rand(blocks, generator=generator, dtype=torch.float32) < KEPT
         kept[..., 0] = True
-        return q.bfloat16(), k.bfloat16(), v.bfloat16(), kept
+        return q.to(dtype), k.to(dtype), v.to(dtype), kept

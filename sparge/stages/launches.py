@@ -13,7 +13,7 @@ import torch
 from ..blocks import block_count
 from ..kernels import Element, Kernel, KernelSpec, get_kernel, native_element
 from ..kernels.params import PARAMS, Problem, TensorView
-from ..kernels.spec import ARCHS, HOPPER_ENTRIES, attend_entry
+from ..kernels.spec import ARCHS, HOPPER_ENTRIES, Source, attend_entry
 from ..policy import PV_FILTER_OFF, Precision, operand_dtype
 from .key_mean import mean_stride
 from .kind import CallKind, CallTensors
@@ -29,6 +29,11 @@ _MEASURED = {
 }
 #: Parameters that are addresses, null in launches without such a tensor.
 _TENSORS = {*CallTensors._fields, *RESULTS, *_MEASURED, *FIELD_NAMES}
+
+_SOURCES = {torch.bfloat16: Source.BF16, torch.float16: Source.FP16}
+#: Channels of a 16-byte load, and elements from one token to the next that it reaches
+#: (csrc/common/chunks.cuh).
+_LANE_CHANNELS, _MOST_STRIDE = 8, 1 << 31
 
 #: Numbers of `Select` in ``csrc/params.cuh``.
 _SELECT = {"topk": 0, "cdf": 1}
@@ -215,7 +220,10 @@ class Launches:
     def _spec(self, entry: str) -> KernelSpec:
         pvthreshd = self.policy.pvthreshd
         pv_filter = pvthreshd is None or pvthreshd < PV_FILTER_OFF
-        return KernelSpec(entry, self.arch, self.kind.shape.head_dim, self.element, pv_filter)
+        shape = self.kind.shape
+        return KernelSpec(
+            entry, self.arch, shape.head_dim, self.element, pv_filter, source_of(self.kind)
+        )
 
     def kernel(self, entry: str) -> Kernel:
         """Raises as `get_kernel` does."""
@@ -234,6 +242,18 @@ def element_of(kind: CallKind, arch: str) -> Element:
         return Element.INT8_FP16
     dtype = operand_dtype(kind.q.dtype, kind.k.dtype, kind.v.dtype)
     return native_element(arch, precision is Precision.SIXTEEN_BIT, dtype)
+
+
+def source_of(kind: CallKind) -> Source:
+    """Type of q, k and v where they have one, and 16-byte loads reach all of it."""
+    tensors = kind.q, kind.k, kind.v
+    whole = kind.shape.channels % _LANE_CHANNELS == 0 and all(
+        x.vectorized and x.strides[2] < _MOST_STRIDE for x in tensors
+    )
+    dtypes = {x.dtype for x in tensors}
+    if not whole or len(dtypes) > 1:
+        return Source.ANY
+    return _SOURCES.get(kind.q.dtype, Source.ANY)
 
 
 def _number(threshold: float | None) -> float:

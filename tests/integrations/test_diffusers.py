@@ -221,12 +221,13 @@ def test_a_run_waits_for_the_kernels(monkeypatch: pytest.MonkeyPatch, failure: s
     tiny, tested, ready = ALL["Wan 2.1"](), [], SimpleNamespace(usable=True, arch="", note="")
     native = tiny(1)
     waited = SimpleNamespace(wait=lambda check: failure)
-    handle_module = "sparge.integrations.diffusers.handle"
-    monkeypatch.setattr(f"{handle_module}.capabilities", lambda device: ready)
-    monkeypatch.setattr(f"{handle_module}.warm_up", lambda device, show: waited)
-    monkeypatch.setattr("sparge.session.session.check_once", lambda *_: tested.append(1))
+    module, asked = "sparge.session.session", []
+    monkeypatch.setattr(f"{module}.capabilities", lambda device: ready)
+    monkeypatch.setattr(f"{module}.warm_up", lambda *args: asked.append(args[2]) or waited)
+    monkeypatch.setattr(f"{module}.check_once", lambda *_: tested.append(1))
     with enable(tiny.pipe, "manual", topk=1.0, **TINY) as handle:
         got = tiny(1)
+    assert asked == [(64, torch.bfloat16)], "what the model needs"
     if failure is None:
         assert tested and 0 < rel_l2(got, native) < EIGHT_BIT
     else:

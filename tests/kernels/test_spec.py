@@ -14,12 +14,14 @@ from sparge.kernels.spec import (
     HOPPER_ATTEND_16,
     Element,
     KernelSpec,
+    Source,
     all_specs,
     attend_entry,
     measuring_element,
     native_specs,
     spec_from_id,
 )
+from sparge.kernels.warmup import Needs, eight_bit_specs
 
 #: 8-bit elements of the targets that take no FP16, written down apart from the library.
 EIGHT_BIT = {"sm_90a": Element.INT8_E4M3} | dict.fromkeys(
@@ -92,3 +94,23 @@ def test_heads_can_be_measured_everywhere_with_quantized_keys(arch: str) -> None
     assert element.quantized
     ready = {(spec.entry, spec.head_dim) for spec in native_specs(arch) if spec.element is element}
     assert ready >= {(attend_entry(arch, element), head_dim) for head_dim in HEAD_DIMS}
+
+
+@pytest.mark.parametrize("arch", ["sm_86", "sm_89", "sm_90a", "sm_120a"])
+def test_a_model_waits_for_five_kernels(arch: str) -> None:
+    """Those of its own head_dim and dtype, one a stage."""
+    specs = eight_bit_specs(arch, Needs(96, torch.bfloat16))
+    own = attend_entry(arch, EIGHT_BIT[arch])
+    assert sorted(spec.entry for spec in specs) == sorted(
+        ["means", "quantize", "route", own, "score"]
+    )
+    assert {spec.head_dim for spec in specs} == {128} and not any(spec.pv_filter for spec in specs)
+    sources = {Source.BF16: Needs(64, torch.bfloat16), Source.FP16: Needs(64, torch.float16)}
+    sources[Source.ANY] = Needs(64, torch.float32)
+    for source, needs in sources.items():
+        (quantize,) = (x for x in eight_bit_specs(arch, needs) if x.entry == "quantize")
+        assert quantize.source is source
+    assert {x.source for x in eight_bit_specs(arch) if x.entry == "quantize"} == {
+        Source.BF16,
+        Source.FP16,
+    }

@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 def warmup(load_pack, monkeypatch):
     module = load_pack("sparge.kernels.warmup")
     monkeypatch.setattr(module, "_warmups", {})
-    monkeypatch.setattr(module, "eight_bit_specs", lambda arch: [])
+    monkeypatch.setattr(module, "eight_bit_specs", lambda arch, needs: [])
     return module
 
 

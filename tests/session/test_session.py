@@ -7,6 +7,7 @@ import gc
 import threading
 import weakref
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.metrics import rel_l2
 from sparge import SparsePolicy, TokenGrid, Unsupported
+from sparge.kernels.warmup import Needs
 from sparge.order.grid import dealt_places
 from sparge.session import (
     FAILED,
@@ -347,8 +349,11 @@ def test_kernels_that_are_not_there_or_wrong(asked, qkv: Qkv, monkeypatch, wait,
             raise error
 
     monkeypatch.setattr(module, "check_once", check)
+    ready = SimpleNamespace(usable=True, arch="", note="")
+    monkeypatch.setattr(module, "capabilities", lambda device: ready)
+    monkeypatch.setattr(module, "warm_up", lambda *_: SimpleNamespace(wait=lambda check: wait()))
     session = Session(MANUAL)
-    session.await_kernels(CPU, wait)
+    session.await_kernels(CPU, Needs(), print)
     served(session, Call(*qkv))
     assert [*session.counts.reasons] == [reason] * (reason is not None)
     assert session.unusable(torch.device("meta")) is None, "a device has its own"

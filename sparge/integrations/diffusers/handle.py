@@ -17,8 +17,7 @@ from torch import Tensor
 from ...checks.argument import check_kind
 from ...compiling import has_been_traced
 from ...failures import MEANT_FOR_HOST, Failures
-from ...kernels import capabilities
-from ...kernels.warmup import warm_up
+from ...kernels.warmup import Needs
 from ...policy import SparsePolicy
 from ...session import (
     AUTO_BUDGET,
@@ -272,10 +271,12 @@ class Handle:
         timesteps = getattr(self._pipe.scheduler, "timesteps", None)
         run = self._run
         if run is None or timesteps is not self._steps.timesteps:
-            run = self._new_run(device, timesteps)
+            run = self._new_run(hooks.model, device, timesteps)
         prompts = self._prompts.of(hooks.pass_name, len(latents))
         if not self._steps.advance(timestep, prompts):
-            run = self._new_run(device, timesteps)  # of a scheduler that keeps its timesteps
+            run = self._new_run(
+                hooks.model, device, timesteps
+            )  # of a scheduler that keeps its timesteps
             self._steps.advance(timestep, prompts)
         ranks, unusable = ranks_of(hooks.model)
         layout, now = layout_of(hooks.model, given, hooks.blocks, ranks), self._steps.now
@@ -284,7 +285,7 @@ class Handle:
             step = run.window.step(step, run.schedule[now], run.schedule)
         return TorchPass(session=run, layout=layout, step=step, device=device, unusable=unusable)
 
-    def _new_run(self, device: torch.device, timesteps: object) -> Session:
+    def _new_run(self, model: Any, device: torch.device, timesteps: object) -> Session:
         """Begins a run. Waits for the kernels."""
         if self._run is not None:
             self._run.end()
@@ -301,8 +302,10 @@ class Handle:
             run.asked = self._policy
         if isinstance(getattr(self._pipe, "controlnet", None), torch.nn.Module):
             run.note(CONTROLNET)
-        if capabilities(device).usable:
-            run.await_kernels(device, lambda: warm_up(device, logger.info).wait(lambda: None))
+        head_dim = getattr(getattr(model, "config", None), "attention_head_dim", None)
+        dtype = getattr(model, "dtype", None)
+        needs = Needs(head_dim if isinstance(head_dim, int) else None, dtype)
+        run.await_kernels(device, needs, logger.info)
         return run
 
 
