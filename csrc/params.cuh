@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The device half of every kernel's parameter block; sparge/kernels/params.py is the host half.
-// The host passes sizeof as SPARGE_PARAMS_BYTES and a test compares each offset.
+// Every kernel's parameter block. sparge/kernels/params.py reads the structs: a field a line, of a scalar, a pointer, an array or
+// a struct above. It passes sizeof as SPARGE_PARAMS_BYTES, and a test compares each offset.
 #pragma once
 
 #include "common/types.cuh"

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
 _TENSOR = (Tensor, torch.nn.Parameter)
 _MAYBE_TENSOR = (*_TENSOR, NoneType)
-#: Types of block masks that kernels read.
-_MASKS = (torch.bool, torch.uint8, torch.int8)
+_BYTES = (torch.bool, torch.uint8, torch.int8)
 _DEFAULT = SparsePolicy()
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _transform = torch._C._functorch.maybe_current_level  # pyright: ignore[reportAttributeAccessIssue]
@@ -160,14 +159,13 @@ def attention(
             None if head_settings is None else (head_settings.facts, head_settings.density.device),
             layout, out_layout, is_causal, causal, scale, output_dtype, return_lse,
         )  # fmt: skip
-    prepared = None if key is None else find(key)
-    if prepared is not None:
+    if key is not None and (prepared := find(key)) is not None:
         if torch.is_grad_enabled() or forward_ad._current_level >= 0:
             check_gradients(q, k, v, policy, block_mask, head_settings)
-        heads = prepared.kind.shape.heads
         tensors = _tensors(
-            q, k, v, heads, policy, key_lengths, block_mask, order, head_settings, counters
-        )
+            q, k, v, prepared.kind.shape.heads, policy, key_lengths, block_mask, order,
+            head_settings, counters,
+        )  # fmt: skip
         out, lse = prepared.run(tensors, layout)
     else:
         call = check_call(
@@ -188,8 +186,8 @@ def attention(
 def _run(
     call: CheckedCall, counters: Tensor | None, key: Hashable | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Result of a call in its layout, and log-sum-exps where it asks for them. key: what calls of
-    this kind are found by from now on; None for a call that modes or graphs may have to see."""
+    """Result of a call, and log-sum-exps where it asks for them. key: what calls of this kind are
+    found by from now on; None for a call that modes or graphs may have to see."""
     tensors = _tensors(
         call.q, call.k, call.v, call.q.shape[1], call.policy, call.key_lengths, call.block_mask,
         call.order, call.head_settings, counters,
@@ -225,7 +223,7 @@ def _tensors(
         on_device = order.on(q.device)
         slots, counts = on_device.slot_tokens, on_device.block_counts
         keys_exact, queries_exact = on_device.keys_exact, on_device.queries_exact
-    if block_mask is not None and block_mask.dtype not in _MASKS:
+    if block_mask is not None and block_mask.dtype not in _BYTES:
         block_mask = block_mask != 0
     return CallTensors(
         q, k, v, key_lengths, block_mask, thresholds, slots, counts, keys_exact, queries_exact,

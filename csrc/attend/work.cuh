@@ -66,14 +66,13 @@ struct Work {
     return p.causal ? smaller(blocks, block * (kQueryBlock / kKeyBlock)) : blocks;
   }
 
-  // Row of the block map; null where there is no map.
+  // Row of the block map, for `map_word`.
   SPARGE_DEVICE const u32* map_row(const AttendParams& p) const {
-    const i64 row = static_cast<i64>(head_at) * p.problem.query_blocks() + block;
-    return p.block_map ? p.block_map + row * p.problem.map_words() : nullptr;
+    return p.block_map + (static_cast<i64>(head_at) * p.problem.query_blocks() + block) * p.problem.map_words();
   }
 };
 
 // Word `index` of a row of the block map. Without a map every bit is set, also those of blocks that do not exist.
-SPARGE_DEVICE u32 map_word(const u32* row, i32 index) { return row ? row[index] : ~0u; }
+SPARGE_DEVICE u32 map_word(const AttendParams& p, const u32* row, i32 index) { return p.block_map ? row[index] : ~0u; }
 
 }  // namespace sparge::attend

@@ -32,7 +32,7 @@ static_assert(kElement != Element::kInt8E4M3 || kArch >= 89, "E4M3 exists from s
 
 #ifdef SPARGE_PARAMS_BYTES
 #define SPARGE_CHECK_PARAMS(type) \
-  static_assert(sizeof(type) == SPARGE_PARAMS_BYTES, #type " differs from its ctypes twin in sparge/kernels/params.py")
+  static_assert(sizeof(type) == SPARGE_PARAMS_BYTES, #type " differs from what sparge/kernels/params.py reads")
 #else
 #define SPARGE_CHECK_PARAMS(type) static_assert(true, "built by hand")
 #endif

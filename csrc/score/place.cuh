@@ -47,7 +47,7 @@ struct Queries {
   }
 };
 
-// Dynamic shared memory; sparge/stages/score.py counts it.
+// Dynamic shared memory; sparge/stages/measuring.py counts it.
 struct Shared {
   // Queries until all logits are known; then the pooled values of each density and row.
   Queries* queries;

@@ -46,15 +46,14 @@ class CallTensors(NamedTuple):
         them."""
         group = self.q.shape[1] // self.k.shape[1]
         kv, query = slice(first, last), slice(first * group, last * group)
-        mask, thresholds, order_kind = self.block_mask, self.thresholds, self.head_order_kind
-        return self._replace(
-            q=self.q[:, query],
-            k=self.k[:, kv],
-            v=self.v[:, kv],
-            block_mask=None if mask is None else mask[:, query],
-            thresholds=None if thresholds is None else thresholds[query],
-            head_order_kind=None if order_kind is None else order_kind[query],
-        )
+        changed = {"q": self.q[:, query], "k": self.k[:, kv], "v": self.v[:, kv]}
+        if self.block_mask is not None:
+            changed["block_mask"] = self.block_mask[:, query]
+        if self.thresholds is not None:
+            changed["thresholds"] = self.thresholds[query]
+        if self.head_order_kind is not None:
+            changed["head_order_kind"] = self.head_order_kind[query]
+        return self._replace(**changed)
 
 
 class CallRules(NamedTuple):

@@ -45,7 +45,7 @@ struct Producer {
     step.pvthreshd = work.pvthreshd;
     step.first_query = work.first_query;
     for (i32 first = 0; first < words; first += kWarpSize) {
-      const u32 mine = first + lane < words ? attend::map_word(row, first + lane) : 0;
+      const u32 mine = first + lane < words ? attend::map_word(p, row, first + lane) : 0;
       u32 filled = __ballot_sync(kFullWarp, mine != 0);
       Facts next = facts_of(work, filled ? first + __ffs(filled) - 1 : words, key_blocks);
       while (filled) {
