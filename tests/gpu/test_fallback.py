@@ -12,7 +12,7 @@ from benchmarks.kept import kept_blocks
 from sparge import KernelBuildError, Precision, SparsePolicy
 from sparge.kernels import Element, KernelSpec, capabilities, loader
 from sparge.kernels.cubin import Cubin
-from sparge.kernels.spec import HOPPER_ENTRIES
+from sparge.kernels.spec import HOPPER_ENTRIES, Source
 from tests.gpu.conftest import Kernels, assert_emulated, fields_of, in_float32
 from tests.gpu.test_stages import means_of
 from tests.oracle import attend, quantize_qkv
@@ -51,7 +51,8 @@ def test_the_plain_target_serves(
     entries = ["quantize", "route", "attend"]
     if element.quantized:
         entries.insert(0, "means")
-    specs = [KernelSpec(entry, "sm_90", head_dim, element) for entry in entries]
+    source = Source.BF16
+    specs = [KernelSpec(entry, "sm_90", head_dim, element, source=source) for entry in entries]
     assert list(dict.fromkeys(without_wgmma)) == specs, "maybe once for each group of heads"
     (warning,) = [record for record in caplog.records if record.name == "sparge"]
     assert "no wgmma today" in warning.getMessage()
