@@ -124,8 +124,7 @@ def attention(
         Unsupported: the call is valid but cannot be served; ``reason`` says why.
         ValueError: shapes, dtypes or devices do not fit together.
         KernelBuildError: a kernel does not compile, and no other target can take over: there is
-            none, calls use this one already, or torch.compile traced the call (call
-            ``sparge.kernels.warm(device)`` before); ``log`` says why.
+            none, or calls use this one already; ``log`` says why.
     """
     policy = _DEFAULT if policy is None else policy
     out_layout = layout if out_layout is None else out_layout

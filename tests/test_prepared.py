@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import Structure, c_int32, c_void_p
@@ -22,7 +23,7 @@ from sparge import AttentionStats, HeadSettings, Precision, SparsePolicy, TokenG
 from sparge.kernels.params import PARAMS
 from sparge.kernels.spec import HOPPER_ATTEND
 from sparge.stages import launches, prepared
-from tests.pretended_gpu import Launched, PretendedGpu
+from tests.pretended_gpu import Launched, PretendedGpu, PretendedKernel
 
 attention: Any = sparge.attention
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -125,9 +126,16 @@ def reads(launch: Launched, k: Tensor, stats: AttentionStats) -> bool:
     return launch.params.counters == stats.counters.data_ptr()
 
 
-def test_a_prepared_call_reads_its_own_tensors(pretended_gpu: PretendedGpu) -> None:
+def test_a_prepared_call_reads_its_own_tensors(pretended_gpu: PretendedGpu, monkeypatch) -> None:
     """Whatever thread makes it."""
     held: list[Any] = []  # so that no two calls have tensors of one address
+    launch = PretendedKernel.launch
+
+    def slow(*given: Any) -> None:
+        time.sleep(0.0005)  # others run between filling and launching
+        launch(*given)
+
+    monkeypatch.setattr(PretendedKernel, "launch", slow)
 
     def call(_: int) -> None:
         stats = AttentionStats("cpu")
