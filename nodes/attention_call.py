@@ -44,15 +44,14 @@ def call_of(
         return None
     # Plain tensors: a GGUF loader's class, which changes new_empty, clone and shape, passes
     # from the weights of a norm to q and k when DynamicVRAM loads the model.
-    q, k, v = (x.as_subclass(Tensor) for x in (q, k, v))
+    q, k, v = q.as_subclass(Tensor), k.as_subclass(Tensor), v.as_subclass(Tensor)
     views = (q, k, v) if skip_reshape else _split(q, k, v, heads)
     if views is None or not _go_together(*views):
         return None
-    why_exact = unknown_options(
-        name
-        for name, value in options.items()
-        if name not in _KNOWN_OPTIONS and value is not None and value is not False
-    )
+    why_exact = None
+    if others := options.keys() - _KNOWN_OPTIONS:
+        changing = (x for x in options if x in others and options[x] is not None)
+        why_exact = unknown_options(x for x in changing if options[x] is not False)
     if options.get("low_precision_attention") is False:
         why_exact = "the model asks for full precision here"
     of_model = options.get("transformer_options") or {}

@@ -138,9 +138,10 @@ class LayerCounter:
         if heads <= self._heads_left:
             self._heads_left -= heads
         elif not again:
-            left_out = self._left_out(options)
-            while self.calls in left_out:
-                self.calls += 1
+            if published is None:
+                left_out = self._left_out(options)
+                while self.calls in left_out:
+                    self.calls += 1
             self.calls += 1
             self._heads_left = (self.layout.heads or heads) - heads
         number = self.calls - 1 if published is None else published
@@ -172,7 +173,9 @@ class LayerCounter:
     def _left_out(self, options: Mapping[str, Any]) -> Collection[int]:
         """Layers that do not call: other nodes replace them, or their self-attention."""
         key = self.layout.left_out_key
-        replaced = (options.get("patches_replace") or {}).get("dit") or ()
+        replaced = (options.get("patches_replace") or {}).get("dit")
+        if not replaced:
+            return (options.get(key) if key else None) or ()
         places = (x for x in replaced if isinstance(x, tuple) and len(x) == 2)
         numbers = {number for kind, number in places if kind == "double_block"}
         return numbers.union((options.get(key) if key else None) or ())
@@ -265,8 +268,10 @@ class Forward(Pass):
             self.session.counts.add_dense(UNKNOWN_CALL, 0, False)
             return self._hand_on(dense)
         decision = self.decision(call)
-        whole = min(call.query_tokens, call.key_tokens) >= self.layout.grid_tokens
-        if decision.kind is Kind.SELF or (decision.kind is Kind.PART and whole):
+        counts = decision.kind is Kind.SELF
+        if decision.kind is Kind.PART:
+            counts = min(call.query_tokens, call.key_tokens) >= self.layout.grid_tokens
+        if counts:
             layer = self.layers.next(options, decision.tokens, call.head_count)
         else:  # one of several calls in a layer
             layer = self.layers.peek(options)

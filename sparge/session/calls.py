@@ -82,7 +82,7 @@ class Call:
     @property
     def pairs(self) -> int:
         """Number of query-key pairs of all heads and batch entries."""
-        return self.q.shape[:-1].numel() * self.key_tokens
+        return self.q.shape[:-1].numel() * self.k.shape[2]
 
     @property
     def softmax_scale(self) -> float:
@@ -97,13 +97,17 @@ class Call:
     @property
     def look(self) -> Hashable:
         """Facts that calls share which look alike: they have the same heads, order and times."""
-        return self.q.shape, self.k.shape, self.q.dtype, self.q.device, self.is_timed
+        timed = self.by_backend and self.mask is None
+        return self.q.shape, self.k.shape, self.q.dtype, self.q.device, timed
 
     @property
     def asked(self) -> Hashable:
         """Facts that a `Decision` follows from. Lengths count tokens."""
-        masks = self.mask is None, self.key_mask is None
-        return self.query_tokens, self.key_tokens, *masks, self.why_exact, self.reference_tokens
+        lengths, masks = (
+            (self.q.shape[2], self.k.shape[2]),
+            (self.mask is None, self.key_mask is None),
+        )
+        return lengths, masks, self.why_exact, self.reference_tokens
 
     @property
     def shares_keys(self) -> bool:
@@ -148,7 +152,9 @@ class Call:
     ) -> Tensor:
         """Raises sparge.Unsupported where the library cannot serve the call."""
         out = attention(
-            *self.qkv,
+            self.q,
+            self.k,
+            self.v,
             policy,
             layout="HND",
             out_layout="HND" if self.layout == "HND" else "NHD",

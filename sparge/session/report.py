@@ -8,7 +8,7 @@ import statistics
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..compiling import being_recorded
 from ..order.variants import OrderKind
+from ..stages.launches import raw_stream
 from ..stats import AttentionStats
 from ..stats import Counter as Pairs
 from .calls import Call, Untracked
@@ -155,7 +156,7 @@ class Span:
     """Work of one call by a backend: between two marks of its stream."""
 
     backend: Backend
-    key: tuple[tuple[int, ...], torch.device]
+    key: tuple[torch.Size, torch.device]
     """Shape of the queries: calls alike in it take alike."""
     foretold: float | None
     """Seconds of exact attention by `timing`."""
@@ -191,6 +192,7 @@ class PassRecord:
     """Row of the last sparse call or, before there is one, of the last dense one."""
     _has_sparse: bool = field(default=False, repr=False)
     _nan: Tensor | None = field(default=None, repr=False)  # () bool: whether NaN came
+    _streams: dict[int, Any] = field(default_factory=dict, repr=False)  # by their handles
 
     def expect(self, rows: int) -> None:
         """Makes the counters of a pass that may be sparse."""
@@ -213,9 +215,10 @@ class PassRecord:
         """Counters for a sparse call of a layer. Allocates for more rows than were expected."""
         assert self.stats is not None and self.pairs is not None
         self.last_row, self._has_sparse = row, True
-        if (missing := row + 1 - len(self.pairs)) > 0:
+        rows = self.pairs.shape[0]
+        if (missing := row + 1 - rows) > 0:
             with self.untracked():
-                more = self.pairs.new_zeros(max(missing, len(self.pairs)), len(Pairs))
+                more = self.pairs.new_zeros(max(missing, rows), len(Pairs))
                 self.pairs = torch.cat([self.pairs, more])
         self.stats.counters = self.pairs[row]
         return self.stats
@@ -240,26 +243,50 @@ class PassRecord:
 
     def times(self, call: Call) -> bool:
         """Whether a call is timed: a self-attention on a GPU that no CUDA graph records."""
-        whole = call.k.shape[2] == call.query_tokens
+        whole = call.k.shape[2] == call.q.shape[2]
         return self.device.type == "cuda" and whole and not being_recorded(self.device)
+
+    def stream(self) -> Any:
+        """Current stream of the device. Torch takes ten times as long to give it as its handle."""
+        handle = raw_stream(self.device.index)
+        if handle not in self._streams:
+            self._streams[handle] = torch.cuda.current_stream(self.device)
+        return self._streams[handle]
 
     def learns_exact_time(self, row: int | None, call: Call) -> bool:
         """Whether a dense call is exact for its time's sake."""
         return self.step == 0 and row in TIMED_LAYERS and self.times(call)
 
-    @contextmanager
-    def timed(self, backend: Backend, call: Call, foretold: float | None) -> Iterator[None]:
-        """Context around work for a call, where it is timed. What raises is not counted."""
-        if not self.times(call):
-            yield
-            return
-        stream = torch.cuda.current_stream(self.device)
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record(stream)
-        yield
-        end.record(stream)
-        key = tuple(call.q.shape), self.device
-        self.spans.append(Span(backend, key, foretold, start, end))
+    def timed(
+        self, backend: Backend, call: Call, foretold: float | None
+    ) -> AbstractContextManager[None]:
+        """Context around work for a call, where it is timed."""
+        return Timed(self, backend, call, foretold) if self.times(call) else _UNTIMED
+
+
+_UNTIMED = nullcontext()
+
+
+class Timed:
+    """Context around work of a call, between two marks of the stream; not of what raises."""
+
+    def __init__(
+        self, record: PassRecord, backend: Backend, call: Call, foretold: float | None
+    ) -> None:
+        self._record, self._backend, self._foretold = record, backend, foretold
+        self._key = call.q.shape, record.device
+        self._stream = record.stream()
+        self._start = torch.cuda.Event(enable_timing=True)
+
+    def __enter__(self) -> None:
+        self._start.record(self._stream)
+
+    def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
+        if kind is None:
+            end = torch.cuda.Event(enable_timing=True)
+            end.record(self._stream)
+            span = Span(self._backend, self._key, self._foretold, self._start, end)
+            self._record.spans.append(span)
 
 
 @dataclass(frozen=True, eq=False)

@@ -349,12 +349,13 @@ class Pass:
 
     def decision(self, call: Call) -> Decision:
         """Decision on a call, made for the first of those that show the same."""
-        found = self._decisions.get(call.asked)
+        key = call.asked
+        found = self._decisions.get(key)
         if found is None:
             found = Decision(Kind.CROSS, FAILED, call.query_tokens, False, (0, 0), ())
             with self.session.failures.caught("a call was computed dense"):
                 found = Decision.of(call, self.layout, self.session.settings, self.beside)
-            self._decisions[call.asked] = found
+            self._decisions[key] = found
         return found
 
     def serve(
@@ -472,8 +473,9 @@ class Pass:
         reason = decision.why_exact or self.unusable
         if reason is None and self.session.aim is None:
             reason = self.step.why_dense  # with an aim a call of a dense pass may be measured
-        if reason is None and any(layer.number in span for span in self._dense_layers):
-            reason = "listed in dense_blocks"
+        if reason is None and self._dense_layers:
+            listed = any(layer.number in span for span in self._dense_layers)
+            reason = "listed in dense_blocks" if listed else None
         return reason
 
     def _real_tokens(self, call: Call, decision: Decision) -> RealTokens | str | None:
@@ -501,7 +503,6 @@ class Pass:
         that stay exact, where they are not those of the grid."""
         if call.q.device != self.device:
             raise Unsupported(f"tensors on {call.q.device} in a pass on {self.device}")
-        check_inference(*call.qkv)
         kind, why_dense = self._kind_of(call, ends), self.step.why_dense
         if self.session.aim is None:
             if (reason := why_dense or kind.why_slower or held) is not None:
@@ -517,6 +518,7 @@ class Pass:
             found = kind.heads.of_layer(row, kind.times)
             reason = why_dense or (found if isinstance(found, str) else held)
             if reason is not None:
+                check_inference(*call.qkv)
                 timed = partial(self._timed, Backend.MEASURING, call)
                 kind.heads.measure(row, call, kind.times, dense.result, timed)
                 return why_dense or kind.heads.refusal(row) or reason
