@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The comparison with peers and whole runs, without a GPU: each case is timed or named, and its row
-says what was measured."""
+"""The comparison with peers, without a GPU: each case is timed or named, and its row says what was
+measured."""
 
 from __future__ import annotations
 
@@ -14,11 +14,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks import attention
 from benchmarks.cases import ranked_share
-from benchmarks.comfyui_models import MODELS
 from benchmarks.peers import Absent, Peer
 from benchmarks.shapes import SHAPES, Shape
 from benchmarks.timing import Allowance
-from benchmarks.whole_run import node_runs, parse
 from sparge import TokenGrid, grid_order
 from sparge.session.measure import kept_shares
 
@@ -96,22 +94,3 @@ def test_a_call_keeps_the_density_that_is_asked_for(name: str) -> None:
         kept = kept_shares(order, [int(ranked_share(order, density) * order.key_blocks), 1])
         near = 0.0 if density == 1 else 1.001 / order.key_blocks
         assert kept[0] == pytest.approx(max(density, kept[1]), abs=near)
-
-
-def test_runs_are_named_by_their_widgets() -> None:
-    named = ["--mode", "manual", "--topk", "0.5", "0.2", "--start-percent", "0"]
-    dense, _, run = node_runs(parse(named))
-    wanted = {"mode": "manual", "topk": 0.2, "pvthreshd": 50.0, "start_percent": 0.0}
-    assert (dense.name, dense.widgets) == ("default", None)
-    assert (run.name, run.widgets) == ("topk 0.2, pvthreshd 50", wanted) and not run.may_stay_dense
-    named = ["--topk", "0.5", "--quality", "high", "--start-percent", "0.2"]
-    _, run = node_runs(parse(["--mode", "auto quality", *named]))
-    assert run.name == "auto quality, high" and run.widgets and "topk" not in run.widgets
-    assert run.may_stay_dense and run.widgets["start_percent"] == 0.2
-
-
-def test_tiny_models_keep_their_channels() -> None:
-    for name, model in MODELS.items():
-        tiny = model.made_tiny()
-        assert model.name == name and tiny.latent[0] == model.latent[0]
-        assert tiny.config.keys() == model.config.keys() and len(tiny.latent) == len(model.latent)

@@ -10,10 +10,7 @@ import torch
 from PIL import Image
 
 from benchmarks.demo import call, trained
-from benchmarks.demo import device as demo_device
-from benchmarks.demo.__main__ import main
 from benchmarks.quality.dit import DenseRun, sample_dense
-from sparge.kernels import Capability
 from tests.tiny_video_dit.parts import busy_model
 
 
@@ -46,20 +43,3 @@ def test_a_call_of_the_clip(tmp_path: Path, dense: DenseRun) -> None:
         assert less.density <= more.density < 1 and less.rel_l2 >= more.rel_l2
     with Image.open(tmp_path / "attention.png") as picture:
         assert len(picture.convert("RGB").getcolors(2**24)) > 50
-
-
-def test_without_weights_the_command_that_makes_them(tmp_path: Path, capsys) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(["--out", str(tmp_path / "new" / "folder"), "--weights", str(tmp_path / "none")])
-    assert stopped.value.code == 1
-    assert "python -m benchmarks.tiny_video_dit.train --out" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("has_gpu", [False, True])
-def test_the_cpu_says_that_it_is_the_reference_and_why(has_gpu: bool, monkeypatch) -> None:
-    too_old = Capability(False, "this GPU is too old")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
-    monkeypatch.setattr(demo_device.sparge, "capabilities", lambda device: too_old)
-    device, sentence = demo_device.choose_device()
-    assert device.type == "cpu" and "reference" in sentence
-    assert (too_old.reason if has_gpu else "finds no CUDA GPU") in sentence

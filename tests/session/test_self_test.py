@@ -133,36 +133,6 @@ def test_wrong_results_are_found(head_dim: int, element: Element) -> None:
         assert errors(out).max() > MOST, name
 
 
-@pytest.mark.parametrize(
-    ("results", "wrong"),
-    [
-        ([0.1, 0.1], None), ([math.nan], 64), ([0.1, 9.0], 128),
-        ([torch.OutOfMemoryError("full"), 0.1, 0.1], None),
-    ],
-)  # fmt: skip
-def test_kernels_are_tested_once_in_a_process(untested, monkeypatch, results, wrong) -> None:
-    """But for a test without memory, which is made up for."""
-    called: list[int] = []
-
-    def largest_error(head_dim: int, device: torch.device) -> float:
-        called.append(head_dim)
-        if isinstance(found := results[len(called) - 1], Exception):
-            raise found
-        return found
-
-    monkeypatch.setattr(self_test, "largest_error", largest_error)
-    if isinstance(results[0], Exception):
-        with pytest.raises(torch.OutOfMemoryError):
-            self_test.check_kernels(CPU)
-    for _ in range(2):
-        if wrong is None:
-            self_test.check_kernels(CPU)
-        else:
-            with pytest.raises(self_test.WrongKernels, match=f"at head_dim {wrong}"):
-                self_test.check_kernels(CPU)
-    assert len(called) == len(results)
-
-
 def test_the_library_passes_whatever_the_caller_has_set(untested: None) -> None:
     expected = make_inputs(64)
     torch.set_default_dtype(torch.float16)
