@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.metrics import rel_l2
 from benchmarks.quality.judge import Call
-from benchmarks.quality.modes import BY_NAME, MODES, Mode, attention, order_of, share_for
+from benchmarks.quality.modes import BY_NAME, MODES, Mode, attention, order_of
 from benchmarks.quality_data.layer import Layer
 from sparge.blocks import KEY_BLOCK, QUERY_BLOCK
 from sparge.head_settings import HeadSettings
@@ -93,9 +93,3 @@ def test_sol_is_one_pooled_term_a_query_block(video: Call) -> None:
     assert rel_l2(out, expected) < EIGHT_BITS
 
 
-def test_a_share_reaches_its_density_and_no_more(video: Call) -> None:
-    mode, x = BY_NAME["ours manual"], video.operands(cubes=True)
-    one_step = 2 / x.key_counts.shape[1]
-    for density in (0.35, 0.5):
-        share = share_for(mode, x, density)
-        assert run(video, mode, share)[1] <= density < run(video, mode, share + one_step)[1]

@@ -48,7 +48,7 @@ from tests.session.parts import (
 pytestmark = pytest.mark.usefixtures("by_reference")
 
 STEPS = 20
-PROMPTS = {"c": (0,), "u": (1,), "d": (2,), "e": (3,), "b": (0, 1)}
+PROMPTS = {"c": (0,), "u": (1,), "d": (2,), "e": (3,), "b": (0, 1), "t": (0, 0)}
 #: Filled with the number of each entry's prompt.
 MARKED = torch.arange(4.0).view(4, 1, 1, 1).repeat(1, HEADS, GRID.tokens, 64)
 ZERO = MARKED[:1]
@@ -80,8 +80,9 @@ def marks(asked: Sequence[MeasuredCall]) -> str:
         # Back to more noise, and cancelled.
         (4, "b3 b1 b2 b3 b4", "cu3", "b4"),
         (4, "b0 b1", "", None),
-        # Windows of context: one is enough.
+        # Windows of context, and a prompt that is there twice: one is enough.
         (4, "c3 u3 c3 u3 c4", "c3 u3", "c4"),
+        (4, "t3 t4", "c3", "t4"),
     ],
 )
 def test_what_is_measured(asked, dense: float, passes: str, measured: str, sparse_from) -> None:
