@@ -1,21 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measuring on a CPU beside float64 attention with a weight for each key and each mean key."""
+"""Measuring, in plain torch and around the kernels, beside float64 attention with a weight for each
+key and each mean key."""
 
 from __future__ import annotations
 
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sparge import Unsupported
+from sparge.blocks import KEY_BLOCK, QUERY_BLOCK, pack, unpack, whole_steps
 from sparge.head_settings import HeadSettings, Router
+from sparge.kernels import Element
+from sparge.kernels.source import find_csrc
 from sparge.order.grid import EMPTY, TokenGrid, TokenOrder, cube_order, grid_order, raster_order
 from sparge.policy import SparsePolicy
-from sparge.reference import Operands, route
+from sparge.reference import Operands, log_scores, route
+from sparge.reference.attend import LOG2_E
+from sparge.reference.route import rank_blocks
 from sparge.session import measure as module
+from sparge.session import measure_kernels
 from sparge.session.choose import Curves
 from sparge.session.measure import (
     POOL_WEIGHTS,
@@ -26,7 +36,12 @@ from sparge.session.measure import (
     measure,
     spread_places,
 )
+from sparge.stages.rules import AttendRules, OrderFacts, QuantizeRules, RouteRules, Select
+from sparge.stages.score import MOST_DENSITIES, score
+from sparge.stages.workspace import CallShape, WorkspaceLayout
+from sparge.thresholds import COLUMNS
 from tests.session.parts import measured_call
+from tests.session.reference_score import score_by_reference
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -38,6 +53,96 @@ CASES: dict[str, tuple[TokenOrder, int, int, int, tuple[int, ...]]] = {
 }
 
 
+class Stages:
+    """The ops of measuring, in float32: they stand for the kernels."""
+
+    score = staticmethod(score_by_reference)
+
+    def __init__(self, order: TokenOrder) -> None:
+        self.order = order
+        self.attended: list[Tensor] = []
+        self.held: list[int] = []  # bytes of each workspace
+
+    def quantize(
+        self, q: Tensor, k: Tensor, v: Tensor, key_lengths: None, element: int, *rest: Any
+    ) -> Tensor:
+        *flat, facts, means = rest
+        rules, (slot_tokens, _, head_order_kind, *_) = QuantizeRules.of_flat(*flat), facts
+        assert element == Element.INT8_FP16 and rules.smooth_k and not rules.with_similarity
+        assert head_order_kind is None and means.shape == (3, *k.shape[:2], 64)
+        kinds = enumerate(self.order.slot_tokens)
+        (kind,) = (n for n, tokens in kinds if torch.equal(tokens, slot_tokens[0]))
+        layout = WorkspaceLayout(
+            CallShape.of(q, k, self.order.slots),
+            Element.INT8_FP16,
+            with_queries=rules.with_queries,
+            with_pools=rules.with_pools,
+        )
+        workspace = torch.full((layout.nbytes,), 255, dtype=torch.uint8)  # NaN
+        self.held.append(workspace.numel())
+        self.last = x = Operands.of(q, k, v, self.order.of_kind(kind))
+        names = "k_block_mean", "k_variance", "v_block_mean", "v_variance"
+        values = {name: getattr(x, name) for name in names}
+        for name, value in (values | {"key_counts": x.key_counts.unsqueeze(1)}).items():
+            # Of the caller's channels; the rest is padding.
+            layout.view(workspace, name).zero_()[..., : value.shape[-1]] = value
+        layout.means(workspace).copy_(means)
+        return workspace
+
+    def means(self, k: Tensor, v: Tensor, key_lengths: None, smooth_k: bool, element: int,
+              ordered: bool) -> Tensor:  # fmt: skip
+        assert smooth_k and ordered and element == Element.INT8_FP16
+        found = torch.stack([k.float().mean(2), v.float().mean(2), torch.ones_like(v[:, :, 0])])
+        return pad(found, (0, 64 - found.shape[-1]))
+
+    def route(
+        self, workspace: Tensor, shape: list[int], element: int, with_pools: bool, *rest: Any
+    ) -> Tensor:
+        *flat, _, block_mask, thresholds, facts, counters, q_means, q_similarity = rest
+        rules, order = RouteRules.of_flat(*flat), OrderFacts(*facts)
+        assert (rules.select, rules.causal, rules.upstream) == (Select.TOPK, False, False)
+        assert block_mask is order.queries_exact is order.slot_counts is counters is None
+        layout = WorkspaceLayout(
+            CallShape(*shape), Element(element), with_queries=False, with_pools=with_pools
+        )
+        assert layout.nbytes == workspace.numel()
+        assert q_means.shape == (*shape[:2], layout.shape.query_blocks, 64)
+        assert q_means.is_contiguous() and q_similarity.numel() >= q_means[..., 0].numel()
+        # As they were before the workspace rounded them: nothing ranks another way for that.
+        names = ("k_block_mean", "k_variance", "v_block_mean", "v_variance", "key_counts")
+        unrounded = {name: getattr(self.last, name) for name in names}
+        q_means = q_means[..., : self.last.head_dim]
+        facts_of_blocks: Any = SimpleNamespace(q_block_mean=q_means, **unrounded)
+        valid, forced = (facts_of_blocks.key_counts > 0)[:, None, None], order.keys_exact
+        assert (thresholds[:, COLUMNS.index("router")] == Router.ERROR).all() and forced is not None
+        scores = log_scores(facts_of_blocks, rules.score_scale, valid)[1]
+        rank = rank_blocks(scores.masked_fill(~valid | forced, -torch.inf))
+        share = thresholds[:, COLUMNS.index("selection")]
+        asked = (share * scores.shape[-1]).long().clamp(min=rules.floor)[:, None, None]
+        wanted = whole_steps(asked, (valid & forced).sum(-1, keepdim=True))
+        return pack(valid & (forced | (rank < wanted)))
+
+    def attend(self, q: Tensor, workspace: Tensor, block_map: Tensor, *rest: Any) -> None:
+        """Batch entries are KV heads."""
+        shape, _, *flat, lengths, _, facts, out, _, sums, row_max, row_sum, _ = rest
+        rules, (slots,), x = AttendRules.of_flat(*flat), facts[0], self.last
+        assert not (rules.with_pools or rules.pv_filter or rules.causal) and lengths is None
+        assert (shape[0], shape[2]) == (q.shape[0], 1) and out.shape == q.shape
+        assert out.data_ptr() != q.data_ptr()
+        query_block = (slots >= 0).nonzero().squeeze(-1) // QUERY_BLOCK
+        kept = unpack(block_map, x.key_counts.shape[1])[:, :, query_block].unsqueeze(-1)
+        seen = kept & (torch.arange(KEY_BLOCK) < x.key_counts[0].unsqueeze(-1))
+        k = x.k.flatten(0, 1).flatten(1, 2).unsqueeze(1)
+        v = (x.v + x.vbar[:, :, None, None]).flatten(0, 1).flatten(1, 2).unsqueeze(1)
+        logits = q.float() @ k.mT * rules.scale * LOG2_E
+        logits = logits.masked_fill(~seen.flatten(-2), -torch.inf)
+        row_max.copy_(logits.amax(-1))
+        p = (logits - row_max.nan_to_num(neginf=0.0).unsqueeze(-1)).exp2()
+        sums.copy_(p @ v)
+        row_sum.copy_(p.sum(-1))
+        self.attended.append(q)
+
+
 @pytest.fixture(params=CASES)
 def call(request: pytest.FixtureRequest, make_qkv) -> MeasuredCall:
     """Neighbouring keys are alike; some heads are flat and others peaked."""
@@ -47,6 +152,18 @@ def call(request: pytest.FixtureRequest, make_qkv) -> MeasuredCall:
     q = q * torch.linspace(0.5, 2, heads)[:, None, None]
     q, k, v = (x.bfloat16().float() for x in (q, k, v + 1))  # as attention reads them
     return measured_call((q, k, v), order, blocks)
+
+
+@pytest.fixture
+def stages(call: MeasuredCall, monkeypatch: pytest.MonkeyPatch) -> Stages:
+    stages = Stages(call.order)
+    monkeypatch.setattr(measure_kernels, "ops", stages)
+    monkeypatch.setattr(measure_kernels, "element_of", lambda *_: Element.INT8_FP16)
+    return stages
+
+
+by_both = pytest.mark.parametrize("measured", [measure, measure_kernels.on_kernels])
+FIELDS = ("error", "towards", "far", "norm", "truth")
 
 
 def rows_of(call: MeasuredCall, kind: int) -> Tensor:
@@ -99,8 +216,10 @@ def outputs(call: MeasuredCall, kind: int) -> tuple[Tensor, Tensor, Tensor]:
     return torch.stack(found), o, v.mean(2, keepdim=True)
 
 
-def test_sums_are_those_of_attention_in_float64(call: MeasuredCall) -> None:
-    found = measure(call, with_truth=True)
+@by_both
+def test_sums_are_those_of_attention_in_float64(call: MeasuredCall, stages, measured) -> None:
+    found = measured(call, with_truth=True)
+    unit = 1e-5 if measured is measure else 1e-4  # kernels pool mean values of bf16
     for kind in range(call.candidates.orders):
         y, o, m = outputs(call, kind)
         expected = {
@@ -111,8 +230,9 @@ def test_sums_are_those_of_attention_in_float64(call: MeasuredCall) -> None:
         }
         for name, value in expected.items():
             value = value.movedim(2, 0) if value.ndim > 1 else value
-            rounding = 1e-5 * float(expected["norm"].max())
+            rounding = unit * float(expected["norm"].max())
             mine = getattr(found, name)[:, kind]
+            assert mine.dtype == torch.float64
             torch.testing.assert_close(mine, value, rtol=1e-4, atol=rounding, msg=name)
         if kind == 0:
             holds = (call.tokens != EMPTY).flatten()
@@ -145,13 +265,21 @@ def test_an_output_scale_gives_what_the_rows_would_have(call: MeasuredCall) -> N
         assert float(settings.error[0, 0, head]) == pytest.approx(float(expected), rel=1e-3)
 
 
-def test_groups_of_heads_are_the_whole(call: MeasuredCall, monkeypatch) -> None:
-    whole = measure(call, with_truth=True)
+@by_both
+def test_groups_of_heads_are_the_whole(call: MeasuredCall, stages, measured, monkeypatch) -> None:
+    whole = measured(call, with_truth=True)
     monkeypatch.setattr(module, "BYTES_AT_ONCE", 1)
-    grouped = measure(call, with_truth=True)
-    for name in ("error", "towards", "far", "norm", "truth"):
+    monkeypatch.setattr(measure_kernels, "_LEAST_BYTES", 1)
+    monkeypatch.setattr(measure_kernels, "_OF_A_CALL", 0)
+    grouped = measured(call, with_truth=True)
+    for name in FIELDS:
         mine, other = getattr(grouped, name), getattr(whole, name)
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-4, msg=name)
+    (batch, kv_heads), orders = call.k.shape[:2], call.candidates.orders
+    if measured is not measure:
+        launched = [len(rows) for rows in stages.attended]
+        assert launched == [batch * kv_heads] * orders + [batch] * kv_heads * orders
+        assert kv_heads == 1 or max(stages.held[orders:]) < 0.6 * stages.held[0]
 
 
 def test_blocks_and_entries_add_up_and_what_is_not_finite_comes_from_before(call) -> None:
@@ -216,3 +344,12 @@ def test_nothing_waits_from_measuring_to_settings(call: MeasuredCall) -> None:
             assert settings.of_layer(1).heads == call.q.shape[1]
     with pytest.raises(AssertionError, match="_local_scalar_dense"), NoWaits():
         sums.of_layers[0][0].sum().item()
+
+
+def test_more_densities_than_the_kernel_has_room_for_are_refused() -> None:
+    source = (find_csrc() / "score" / "place.cuh").read_text()
+    assert f"kMostDensities = {MOST_DENSITIES};" in source
+    exact = torch.empty(1, 1, MOST_DENSITIES + 1, 4, 64)
+    parts, shape = (exact, exact[..., 0], exact[..., 0]), CallShape(1, 1, 1, 4, 64, 64)
+    with pytest.raises(Unsupported, match="33 densities; up to 32"):
+        score(parts, exact[:, :, 0], exact, shape, Element.INT8_FP16, exact, 1.0, exact[0])
