@@ -131,21 +131,10 @@ def fresh_targets(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 
 @pytest.fixture
-def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
-    """pretend_gpu(arch): `sparge.stages.pipeline`, the module, on a pretended GPU of that target
-    whose kernels nobody calls yet."""
-
-    def pretend(arch: str) -> ModuleType:
-        capability = device.Capability(True, "", arch)
-        for name in ("sparge.stages.launch", "sparge.call", "sparge.stages.pipeline"):
-            module = importlib.import_module(name)
-            monkeypatch.setattr(module, "capabilities", lambda _: capability)
-        return module
-
-    return pretend
-
-
-@pytest.fixture
-def pretended_gpu(pretend_gpu: Callable[[str], ModuleType]) -> ModuleType:
-    """An H200, as `pretend_gpu` makes it."""
-    return pretend_gpu("sm_90a")
+def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """`sparge.stages.pipeline`, the module, on a pretended H200 whose kernels nobody calls yet."""
+    capability = device.Capability(True, "", "sm_90a")
+    for name in ("sparge.stages.launch", "sparge.call", "sparge.stages.pipeline"):
+        module = importlib.import_module(name)
+        monkeypatch.setattr(module, "capabilities", lambda _: capability)
+    return module
