@@ -91,14 +91,6 @@ WRONG: dict[str, Callable[[Quantized], Quantized]] = {
 OF_INTEGERS = {"scale of a value block": neighbours("v_block_scale", 0, 1, 3)}
 
 
-@in_eight_bits
-@at_each_head_dim
-def test_wrong_operands_are_found(head_dim: int, element: Element) -> None:
-    """Integer values alone have a scale for each block."""
-    for name, spoil in (WRONG | (OF_INTEGERS if element is Element.INT8_INT8 else {})).items():
-        assert errors(attended(spoil(quantized(element, head_dim)))).max() > MOST, name
-
-
 @at_each_head_dim
 @pytest.mark.parametrize("block", range(1, 6))
 def test_a_block_too_few_or_too_many_is_found_in_each_query_block(block, head_dim: int) -> None:
@@ -123,13 +115,17 @@ FAULTS: dict[str, tuple[Any, Any]] = {
 
 @in_eight_bits
 @at_each_head_dim
-def test_wrong_results_are_found(head_dim: int, element: Element) -> None:
+def test_faults_of_operands_and_of_results_are_found(head_dim: int, element: Element) -> None:
+    """Integer values alone have a scale for each block."""
+    spoils = WRONG | (OF_INTEGERS if element is Element.INT8_INT8 else {})
+    spoilt = {name: attended(spoil(quantized(element, head_dim))) for name, spoil in spoils.items()}
     for name, (place, other) in FAULTS.items():
-        out = emulated(element, head_dim).clone()
+        spoilt[name] = out = emulated(element, head_dim).clone()
         if isinstance(other, float):
             out[place] = other
         else:
             out[place], out[other] = out[other].clone(), out[place].clone()
+    for name, out in spoilt.items():
         assert errors(out).max() > MOST, name
 
 
