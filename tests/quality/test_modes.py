@@ -91,5 +91,3 @@ def test_sol_is_one_pooled_term_a_query_block(video: Call) -> None:
     expected = (torch.where(kept, q @ k.mT, pooled) * scale).softmax(-1) @ v
     out, _ = run(video, mode, SHARE)
     assert rel_l2(out, expected) < EIGHT_BITS
-
-
