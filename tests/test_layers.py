@@ -46,34 +46,23 @@ def imports(path: Path) -> Iterator[str]:
                 assert node.level <= len(package) + 1, f"{path} reaches out of the pack"
 
 
-def offences(folder: str, allowed: set[str], without: str = "") -> list[str]:
-    return [
+@pytest.mark.parametrize(
+    ("folder", "allowed", "without"),
+    [
+        ("sparge", {"sparge"} | LIBRARY_NEEDS, "sparge/integrations"),
+        ("sparge/integrations", {"sparge"} | LIBRARY_NEEDS | HOSTS, ""),
+        ("nodes", {"sparge", "torch"} | COMFYUI | COMFYUI_BRINGS, ""),
+    ],
+)
+def test_a_folder_imports_what_is_below_it(folder: str, allowed: set[str], without: str) -> None:
+    found = [
         f"{path.relative_to(ROOT)}: {name}"
         for path in files(".py", under=ROOT / folder)
         if not without or ROOT / without not in path.parents
         for name in imports(path)
         if name.split(".")[0] not in allowed | sys.stdlib_module_names
     ]
-
-
-@pytest.mark.parametrize(
-    ("folder", "allowed"),
-    [
-        ("sparge/integrations", {"sparge"} | LIBRARY_NEEDS | HOSTS),
-        ("nodes", {"sparge", "torch"} | COMFYUI | COMFYUI_BRINGS),
-    ],
-)
-def test_a_folder_imports_what_is_below_it(folder: str, allowed: set[str]) -> None:
-    assert offences(folder, allowed) == []
-
-
-def test_nodes_and_integrations_are_apart() -> None:
-    for path in files(".py", under=ROOT / "nodes"):
-        assert "integrations" not in path.read_text(encoding="utf-8"), path
-
-
-def test_the_library_knows_no_host() -> None:
-    assert offences("sparge", {"sparge"} | LIBRARY_NEEDS, without="sparge/integrations") == []
+    assert found == []
 
 
 #: Packages and modules of sparge from top to bottom. What stands in one line knows nothing of the
@@ -115,26 +104,10 @@ def test_nodes_reach_the_library_by_relative_import_and_nothing_imports_tools() 
     absolute = re.compile(r"^\s*(from|import) (sparge|nodes)\b", re.MULTILINE)
     pack = [ROOT / "__init__.py", *files(".py", under=ROOT / "nodes")]
     for path in pack:
-        assert not absolute.search(path.read_text(encoding="utf-8")), path
+        text = path.read_text(encoding="utf-8")
+        assert not absolute.search(text) and "integrations" not in text, path
     for path in [*pack, ROOT / "install.py", *files(".py", under=ROOT / "sparge")]:
         assert not any("tools" in name.split(".")[:2] for name in imports(path)), path
-
-
-BESIDE_KERNELS = (
-    "sparge.kernels.",
-    "sparge.errors.",
-    "sparge.compiling.",
-)
-
-
-def test_kernels_know_nothing_above_them() -> None:
-    for path in files(".py", under=ROOT / "sparge" / "kernels"):
-        above = [
-            name
-            for name in imports(path)
-            if name.startswith("sparge.") and not name.startswith(BESIDE_KERNELS)
-        ]
-        assert above == [], path
 
 
 def test_a_stage_of_the_kernels_includes_no_other() -> None:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The graphs in workflows/, checked without ComfyUI: whole, consistent, and true to our node.
+"""The graphs in workflows/ and the blueprints in subgraphs/, checked without ComfyUI: whole,
+consistent, and true to our node.
 
-tests/comfy/test_workflows_server.py hands the same graphs to a real server, and
+tests/comfy/test_workflows_server.py hands them to a real server, and
 tests/comfy/test_workflows_browser.py opens them in the real frontend.
 """
 
@@ -12,6 +13,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import fields
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlparse
@@ -198,3 +200,67 @@ def test_note_tells_what_to_expect(nodes: list[dict[str, Any]], notes: str) -> N
     if "VAEDecodeTiled" in widgets:
         tile, overlap, frames, frame_overlap = widgets["VAEDecodeTiled"]
         assert tile >= 4 * overlap and frames >= 2 * frame_overlap
+
+
+@pytest.fixture(params=sorted((ROOT / "subgraphs").glob("*.json")), ids=lambda path: path.stem)
+def blueprint(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return json.loads(request.param.read_text(encoding="utf-8"))
+
+
+@pytest.fixture
+def inside(blueprint: dict[str, Any]) -> dict[str, Any]:
+    (subgraph,) = blueprint["definitions"]["subgraphs"]
+    (node,) = blueprint["nodes"]
+    assert node["type"] == subgraph["id"]
+    return subgraph
+
+
+def test_links_inside_a_blueprint_agree_with_the_nodes(inside: dict[str, Any]) -> None:
+    nodes = {node["id"]: node for node in inside["nodes"]}
+    for link in inside["links"]:
+        out = (
+            inside["inputs"][link["origin_slot"]]
+            if link["origin_id"] == inside["inputNode"]["id"]
+            else nodes[link["origin_id"]]["outputs"][link["origin_slot"]]
+        )
+        into = (
+            inside["outputs"][link["target_slot"]]
+            if link["target_id"] == inside["outputNode"]["id"]
+            else nodes[link["target_id"]]["inputs"][link["target_slot"]]
+        )
+        assert out["type"] == into["type"] == link["type"]
+        assert link["id"] in out.get("links", out.get("linkIds"))
+        assert into.get("link") == link["id"] or into.get("linkIds") == [link["id"]]
+
+
+def test_the_face_shows_what_is_set_inside(
+    blueprint: dict[str, Any], inside: dict[str, Any]
+) -> None:
+    (node,) = blueprint["nodes"]
+    nodes = {each["id"]: each for each in inside["nodes"]}
+    links = {link["id"]: link for link in inside["links"]}
+    names = [socket["name"] for socket in node["inputs"]]
+    assert names == [face["name"] for face in inside["inputs"]]
+    assert {"prompt", "seed", "width", "height", "frames", "steps"} < set(names)
+    for face, value in zip(inside["inputs"], node["widgets_values"], strict=True):
+        assert face["linkIds"]
+        for link in face["linkIds"]:
+            assert value in nodes[links[link]["target_id"]]["widgets_values"], face["name"]
+
+
+def test_every_file_of_a_blueprint_can_be_had_and_chosen(
+    blueprint: dict[str, Any], inside: dict[str, Any]
+) -> None:
+    linked = {m["name"] for node in inside["nodes"] for m in node["properties"].get("models", [])}
+    (node,) = blueprint["nodes"]
+    shown = [x for x in node["widgets_values"] if isinstance(x, str) and MODEL_FILE.search(x)]
+    assert set(shown) == linked
+
+
+def test_the_archive_holds_graphs_and_blueprints() -> None:
+    lines = (ROOT / ".comfyignore").read_text(encoding="utf-8").splitlines()
+    left_out = [line.strip("/") for line in lines if line and not line.startswith("#")]
+    for folder in ("workflows", "subgraphs"):
+        for path in (ROOT / folder).iterdir():
+            name = path.relative_to(ROOT).as_posix()
+            assert not any(fnmatch(name, pattern) or folder == pattern for pattern in left_out)

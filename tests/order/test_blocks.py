@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The block map's bits, and the pairs behind every density."""
+"""The block map's bits, the pairs behind every density, and corner cases of block selection, which
+tests/fuzz lets go either way."""
 
 from __future__ import annotations
 
@@ -7,7 +8,11 @@ import pytest
 import torch
 
 import sparge
+from sparge import SparsePolicy
 from sparge.blocks import block_count, pack, unpack
+from sparge.reference import Operands, route
+
+SCALE = 0.25
 
 
 @pytest.mark.parametrize("key_blocks", [1, 31, 32, 33, 64, 100])
@@ -31,3 +36,23 @@ def test_density_counts_pairs_and_not_blocks(make_qkv) -> None:
     nothing = torch.zeros(1, dtype=torch.int32)
     sparge.attention(*make_qkv(1, 2, 5, 64), key_lengths=nothing, stats=stats)
     assert (stats.density, stats.calls) == (1.0, 1), "there is nothing to attend to"
+
+
+def test_ties_go_to_the_lower_index(make_qkv) -> None:
+    q, k, v = make_qkv(1, 1, 128, 16)
+    k[:] = k[:, :, :1]
+    x = Operands.of(q, k.repeat(1, 1, 8, 1), v.repeat(1, 1, 8, 1), smooth_k=False)
+    assert len(set(x.k_block_mean.sum(-1).flatten().tolist())) == 1
+    for policy in (SparsePolicy(topk=0.26), SparsePolicy(select_by="cdf", cdfthreshd=0.26)):
+        kept = route(x, policy, scale=SCALE).kept
+        assert kept[0, 0, 0].tolist() == [True] * 4 + [False] * 12
+
+
+def test_upstreams_rule_that_the_block_crossing_the_mass_stays_out() -> None:
+    """Scores ln 0.2, ln 0.5, ln 0.3: inclusive masses 0.5, 0.8, 1."""
+    q, k = torch.zeros(1, 1, 128, 16), torch.zeros(1, 1, 192, 16)
+    q[..., 0], k[..., 0] = 1, torch.tensor([0.2, 0.5, 0.3]).log().repeat_interleave(64) / SCALE
+    x = Operands.of(q, k, k, smooth_k=False)
+    for threshold, blocks in [(0.3, [1]), (0.79, [1]), (0.82, [1, 2]), (1.0, [0, 1, 2])]:
+        policy = SparsePolicy(select_by="cdf", cdfthreshd=threshold)
+        assert route(x, policy, scale=SCALE).kept[0, 0, 0].nonzero().flatten().tolist() == blocks

@@ -104,14 +104,6 @@ def test_text_and_a_tail_keep_their_order_and_the_grid_gets_that_of_the_order(va
         assert (order.token_slots[order_kind, 70:280] - 128).tolist() == ranks
 
 
-def test_orders_make_blocks_of_their_shape() -> None:
-    order = grid_order(TokenGrid(8, 16, 24))
-    frame, row = order.slot_tokens // (16 * 24), order.slot_tokens // 24 % 16
-    frames, rows = (x.view(len(OrderKind), -1, 64) for x in (frame, row))
-    spans = [(x.amax(-1) - x.amin(-1)).amax(-1) for x in (frames, rows)]
-    assert [span.tolist() for span in spans] == [[3, 0], [3, 3]]
-
-
 def test_key_lengths_cut_the_suffix() -> None:
     grid = TokenGrid(3, 5, 6, prefix=2, suffix=130)
     order = cube_order(grid)

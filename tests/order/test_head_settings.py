@@ -11,18 +11,14 @@ import torch
 
 from sparge import SparsePolicy
 from sparge.head_settings import HeadSettings, Router
-from sparge.session.choose import StepSettings
 from sparge.thresholds import COLUMNS, SELECTION
 
 
 def test_uniform_is_one_value_for_all() -> None:
     settings = HeadSettings.uniform(3, 0.25, pool_weight=0.5, router=Router.ERROR)
-    assert settings.heads == 3
-    assert settings.density.tolist() == [0.25] * 3
-    assert settings.pool_weight.tolist() == [0.5] * 3
-    assert settings.router.tolist() == [1] * 3
-    unasked = HeadSettings.uniform(2, 0.1)
-    assert unasked.pool_weight.tolist() == [0, 0] and not unasked.pools
+    found = settings.density, settings.pool_weight, settings.router
+    assert [x.tolist() for x in found] == [[0.25] * 3, [0.5] * 3, [1] * 3]
+    assert not HeadSettings.uniform(2, 0.1).pools
     error: Any = 1
     assert HeadSettings.uniform(2, 0.5, 0.0, error).pools, "ranking by error reads pooled keys"
 
@@ -63,20 +59,6 @@ def test_each_value_has_its_own_column_and_settings_made_from_others_their_own_t
     other = replace(settings, density=torch.tensor([0.3125, 1.0]))
     assert other.table(policy)[:, SELECTION].tolist() == [0.3125, 1.0]
     assert settings.table(policy) is table and table[:, SELECTION].tolist() == [0.25, 0.5]
-
-
-def test_tables_are_made_once_and_layers_share_that_of_all() -> None:
-    """Recorded calls read theirs where it lies, whatever is asked for later."""
-    policy, of_all = SparsePolicy(), HeadSettings.uniform(4, 0.5)
-    step = StepSettings(of_all, policy, heads=2)
-    layers = step.of_layer(0), step.of_layer(1)
-    for each in (of_all, *layers):
-        for other in range(40):
-            each.table(SparsePolicy(simthreshd1=other / 40))
-    table = of_all.table(policy)
-    assert table is of_all.table(policy)
-    for layer, heads in zip(layers, (slice(2), slice(2, 4)), strict=True):
-        assert layer.table(policy).data_ptr() == table[heads].data_ptr()
 
 
 def test_orders_lie_as_kernels_read_them() -> None:

@@ -59,14 +59,6 @@ def test_variants_of_videos_go_along_another_axis(grid: Grid) -> None:
     assert grid[along[0]] == max(grid)
 
 
-@pytest.mark.parametrize("grid", [(16, 32, 56), (4, 4, 4), (8, 12, 8), (24, 4, 4)], ids=str)
-def test_a_grid_of_fours_is_cut_into_cubes_and_a_frame_into_squares(grid: Grid) -> None:
-    blocks = visited(grid).reshape(-1, 64, 3)
-    assert (np.ptp(blocks, 1) == 3).all() and (blocks.min(1) % 4 == 0).all()
-    frame = visited((1, 64, 96)).reshape(-1, 64, 3)
-    assert (np.ptp(frame, 1)[:, 1:] == 7).all()
-
-
 @pytest.mark.parametrize("grid", [*VIDEOS, (2, 30, 52), (1, 45, 80)], ids=str)
 def test_blocks_of_real_grids_are_nearly_cubes_and_never_leap(grid: Grid) -> None:
     """A block that a column cannot fill goes on beside it, not at the other end of the picture."""

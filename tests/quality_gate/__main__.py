@@ -15,8 +15,7 @@ from pathlib import Path
 
 import torch
 
-from .clips import Found
-from .gate import FULL, SMALL
+from .gate import FULL, SMALL, Found, dropped
 from .mechanisms import MECHANISMS
 
 
@@ -35,14 +34,14 @@ def main() -> None:
     parser.add_argument("--store", action="store_true")
     options = parser.parse_args()
     gate = FULL if torch.cuda.is_available() else SMALL
-    clips = gate.clips(options.trained)
+    clips = gate.dense(options.trained)
     began = time.perf_counter()
     found = gate.found(clips)
     print(line("as it is", found, time.perf_counter() - began), flush=True)
     if options.store and options.trained is None:
         gate.store(found)
     for density in gate.budgets:
-        print(f"drop at {density:g}: {clips.drop(density).psnr:.2f} dB", flush=True)
+        print(f"drop at {density:g}: {dropped(clips, density).psnr:.2f} dB", flush=True)
     for name in MECHANISMS if "all" in options.off else options.off:
         began = time.perf_counter()
         with MECHANISMS[name]():

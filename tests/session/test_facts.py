@@ -30,30 +30,26 @@ from sparge.session.schedule import budgets, fitted
 INF = float("inf")
 
 
-@pytest.mark.parametrize("mean", [0.05, 0.1, 0.2, 0.3, 0.45])
-@pytest.mark.parametrize(("steps", "least"), [(2, 0.0), (3, 0.03), (16, 0.0), (16, 0.03)])
-def test_densities_fall_and_their_mean_is_what_was_asked_for(mean, steps, least) -> None:
+@pytest.mark.parametrize(
+    ("mean", "steps", "least", "fall"),
+    [
+        *((0.05, steps, 0.0, 0.675) for steps in (2, 3, 16)),
+        *((mean, 16, 0.0, fall) for mean, fall in ((0.1, 0.6), (0.2, 0.45), (0.45, 0.075))),
+        *((0.05, 16, 0.03, 0.27), (0.45, 3, 0.03, 0.07)),
+        *((0.2, 1, 0.0, 0.0), (0.5, 16, 0.0, 0.0), (0.9, 16, 0.0, 0.0), (0.1, 16, 0.12, 0.0)),
+    ],
+)
+def test_densities_fall_by_less_the_denser_and_their_mean_is_what_was_asked_for(
+    mean: float, steps: int, least: float, fall: float
+) -> None:
+    """fall: share of the mean that the last step is below it, and the first above."""
     found = budgets(mean, steps, least)
+    if fall == 0:
+        assert found == [mean]
+        return
     assert len(found) == steps and sum(found) / steps == pytest.approx(mean)
     assert all(a > b > least for a, b in itertools.pairwise(found)) and found[0] <= 1
-
-
-@pytest.mark.parametrize(
-    ("mean", "fall"), [(0.1, 0.6), (0.2, 0.45), (0.3, 0.3), (0.45, 0.075), (0.5, 0), (0.9, 0)]
-)
-def test_the_denser_the_less_it_falls(mean: float, fall: float) -> None:
-    first, *_, last = 2 * budgets(mean, 16)
-    assert (first / mean - 1, 1 - last / mean) == pytest.approx((fall, fall), abs=1e-9)
-
-
-@pytest.mark.parametrize(("mean", "steps", "least"), [(0.2, 1, 0), (0.6, 16, 0), (0.1, 16, 0.12)])
-def test_all_steps_alike(mean: float, steps: int, least: float) -> None:
-    assert budgets(mean, steps, least) == [mean]
-
-
-def test_aims_say_what_they_are() -> None:
-    assert str(Aim("quality", 0.05)) == "a mean error of 0.05"
-    assert str(Aim("budget", 0.125)) == "a mean density of 12.5 %"
+    assert (found[0] / mean - 1, 1 - found[-1] / mean) == pytest.approx((fall, fall), abs=1e-9)
 
 
 WINDOW = SigmaWindow(0.8, 0.1, start_percent=0.2, end_percent=0.9)

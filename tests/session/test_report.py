@@ -84,6 +84,7 @@ def test_what_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     recorded = False
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(module, "raw_stream", lambda index: 0)
     monkeypatch.setattr(module, "being_recorded", lambda device: recorded)
     on_gpu, on_cpu = (PassRecord(0, torch.device(each)) for each in ("cuda:0", "cpu"))
     q, k = torch.zeros(1, 2, 128, 64), torch.zeros(1, 2, 256, 64)

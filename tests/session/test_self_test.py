@@ -91,14 +91,6 @@ WRONG: dict[str, Callable[[Quantized], Quantized]] = {
 OF_INTEGERS = {"scale of a value block": neighbours("v_block_scale", 0, 1, 3)}
 
 
-@in_eight_bits
-@at_each_head_dim
-def test_wrong_operands_are_found(head_dim: int, element: Element) -> None:
-    """Integer values alone have a scale for each block."""
-    for name, spoil in (WRONG | (OF_INTEGERS if element is Element.INT8_INT8 else {})).items():
-        assert errors(attended(spoil(quantized(element, head_dim)))).max() > MOST, name
-
-
 @at_each_head_dim
 @pytest.mark.parametrize("block", range(1, 6))
 def test_a_block_too_few_or_too_many_is_found_in_each_query_block(block, head_dim: int) -> None:
@@ -123,44 +115,18 @@ FAULTS: dict[str, tuple[Any, Any]] = {
 
 @in_eight_bits
 @at_each_head_dim
-def test_wrong_results_are_found(head_dim: int, element: Element) -> None:
+def test_faults_of_operands_and_of_results_are_found(head_dim: int, element: Element) -> None:
+    """Integer values alone have a scale for each block."""
+    spoils = WRONG | (OF_INTEGERS if element is Element.INT8_INT8 else {})
+    spoilt = {name: attended(spoil(quantized(element, head_dim))) for name, spoil in spoils.items()}
     for name, (place, other) in FAULTS.items():
-        out = emulated(element, head_dim).clone()
+        spoilt[name] = out = emulated(element, head_dim).clone()
         if isinstance(other, float):
             out[place] = other
         else:
             out[place], out[other] = out[other].clone(), out[place].clone()
+    for name, out in spoilt.items():
         assert errors(out).max() > MOST, name
-
-
-@pytest.mark.parametrize(
-    ("results", "wrong"),
-    [
-        ([0.1, 0.1], None), ([math.nan], 64), ([0.1, 9.0], 128),
-        ([torch.OutOfMemoryError("full"), 0.1, 0.1], None),
-    ],
-)  # fmt: skip
-def test_kernels_are_tested_once_in_a_process(untested, monkeypatch, results, wrong) -> None:
-    """But for a test without memory, which is made up for."""
-    called: list[int] = []
-
-    def largest_error(head_dim: int, *_: object) -> float:
-        called.append(head_dim)
-        if isinstance(found := results[len(called) - 1], Exception):
-            raise found
-        return found
-
-    monkeypatch.setattr(self_test, "largest_error", largest_error)
-    if isinstance(results[0], Exception):
-        with pytest.raises(torch.OutOfMemoryError):
-            self_test.check_kernels(CPU)
-    for _ in range(2):
-        if wrong is None:
-            self_test.check_kernels(CPU)
-        else:
-            with pytest.raises(self_test.WrongKernels, match=f"at head_dim {wrong}"):
-                self_test.check_kernels(CPU)
-    assert len(called) == len(results)
 
 
 def test_the_library_passes_whatever_the_caller_has_set(untested: None) -> None:

@@ -357,12 +357,3 @@ def test_kernels_that_are_not_there_or_wrong(asked, qkv: Qkv, monkeypatch, wait,
     served(session, Call(*qkv))
     assert [*session.counts.reasons] == [reason] * (reason is not None)
     assert session.unusable(torch.device("meta")) is None, "a device has its own"
-
-
-def test_a_prompt_that_is_there_twice_is_measured_once(asked) -> None:
-    session, x = session_of(steps=4, dense_steps=2), torch.zeros(2, HEADS, GRID.tokens, 64)
-    for step in range(2):
-        running = session.begin_step(step, ONE_LAYER, "cpu", prompts=(0, 0))
-        running.attend(0, x, x, x)
-        running.end()
-    assert len(asked) == 1

@@ -154,6 +154,9 @@ def test_times_are_those_of_the_gpu_measured_once_and_kept(gpu, restart, tmp_pat
     assert gpu.times() == found and not gpu.done and path.read_bytes() == before
     assert gpu.times(exact="attention_sage") == found and len(gpu.done) == measured
     assert len(kept(tmp_path)) == 2, "another function has a file of its own"
+    gpu.host = 6.0  # half of it counts
+    found = gpu.times(call_of(heads=3))
+    assert (found.exact, found.eight_bit, found.measuring) == pytest.approx((4, 3, 3))
 
 
 def test_about_the_same_lengths_share_times_by_pairs(gpu) -> None:
@@ -181,12 +184,6 @@ def test_other_calls_are_not_timed(gpu, monkeypatch) -> None:
             patched(now)
             assert gpu.times() is None
     assert not gpu.done
-
-
-def test_a_host_that_takes_long_counts_by_half(gpu) -> None:
-    gpu.host = 6.0
-    found = gpu.times()
-    assert (found.exact, found.eight_bit, found.measuring) == pytest.approx((4, 3, 3))
 
 
 @pytest.mark.parametrize("only", ["", "exact"])

@@ -65,13 +65,15 @@ class Tiny:
 
 def _made(transformer: Callable[..., Any], seed: int = 0, **config: Any) -> Any:
     torch.manual_seed(seed)
-    return transformer(**config).bfloat16().eval()
+    heads = {"num_attention_heads": 2, "attention_head_dim": 64}
+    return transformer(**heads | config).bfloat16().eval()
 
 
 def _piped(
     kind: Any, transformer: Any, scheduler: Any, scales: dict[str, int], **parts: Any
 ) -> Any:
-    pipe = kind(transformer=transformer, scheduler=scheduler, vae=None, **parts)
+    encoder = {"tokenizer": None, "text_encoder": None}
+    pipe = kind(transformer=transformer, scheduler=scheduler, vae=None, **encoder, **parts)
     for name, scale in scales.items():
         setattr(pipe, name, scale)
     pipe.set_progress_bar_config(disable=True)
@@ -90,12 +92,18 @@ def _pooled() -> dict[str, Any]:
     return {name: drawn(1, 32, seed=seed) for seed, name in enumerate(names, 3)}
 
 
-def _size(frames: int, grid: tuple[int, int, int] = CLIP, pixels: int = PIXELS) -> dict[str, int]:
-    return {"num_frames": frames, "height": grid[1] * pixels, "width": grid[2] * pixels}
+def _masks(real: int, negative: int) -> dict[str, Tensor]:
+    names = ("prompt_attention_mask", "negative_prompt_attention_mask")
+    return dict(zip(names, (mask(real), mask(negative)), strict=True))
 
 
-NO_TEXT_ENCODER = {"tokenizer": None, "text_encoder": None}
+def _size(frames: int, pixels: int = PIXELS) -> dict[str, int]:
+    return {"num_frames": frames, "height": CLIP[1] * pixels, "width": CLIP[2] * pixels}
+
+
 VIDEO_SCALES = {"vae_scale_factor_temporal": 4, "vae_scale_factor_spatial": 8}
+PICTURE_SIZE = {"height": PICTURE[1] * PIXELS, "width": PICTURE[2] * PIXELS}
+SECOND_ENCODER = {"tokenizer_2": None, "text_encoder_2": None}
 
 
 def flow(**config: Any) -> Any:
@@ -103,109 +111,83 @@ def flow(**config: Any) -> Any:
 
 
 def cogvideox(patch_size_t: int | None = None) -> Tiny:
-    sizes = {"sample_width": CLIP[2] * 2, "sample_height": CLIP[1] * 2}
-    versions = {"patch_size_t": patch_size_t, "use_rotary_positional_embeddings": True}
+    rotary = {"use_rotary_positional_embeddings": True, "patch_bias": False}
+    later = rotary | {"patch_size_t": patch_size_t} if patch_size_t else {}
     model = _made(
-        diffusers.CogVideoXTransformer3DModel, num_attention_heads=2, attention_head_dim=64,
-        in_channels=4, out_channels=4, time_embed_dim=16, text_embed_dim=WIDTH, num_layers=2,
-        sample_frames=17, max_text_seq_length=TEXT, **sizes,
-        **(versions | {"patch_bias": False} if patch_size_t else {}),
+        diffusers.CogVideoXTransformer3DModel, in_channels=4, out_channels=4, time_embed_dim=16,
+        text_embed_dim=WIDTH, num_layers=2, sample_frames=17, max_text_seq_length=TEXT,
+        sample_width=CLIP[2] * 2, sample_height=CLIP[1] * 2, **later,
     )  # fmt: skip
-    pipe = _piped(
-        diffusers.CogVideoXPipeline, model, diffusers.CogVideoXDDIMScheduler(), VIDEO_SCALES,
-        **NO_TEXT_ENCODER,
-    )  # fmt: skip
+    scheduler = diffusers.CogVideoXDDIMScheduler()
+    pipe = _piped(diffusers.CogVideoXPipeline, model, scheduler, VIDEO_SCALES)
     pipe.vae_scaling_factor_image = 1.0
     frames = 17 if not patch_size_t else 4 * (patch_size_t * CLIP[0] - 1) + 1
-    return Tiny(
-        pipe, _prompts(max_sequence_length=TEXT, **_size(frames)), CLIP, (TEXT, 0),
-    )  # fmt: skip
+    return Tiny(pipe, _prompts(max_sequence_length=TEXT, **_size(frames)), CLIP, (TEXT, 0))
 
 
 def mochi() -> Tiny:
     model = _made(
-        diffusers.MochiTransformer3DModel, patch_size=2, num_attention_heads=2,
-        attention_head_dim=64, num_layers=2, pooled_projection_dim=32, in_channels=4,
-        text_embed_dim=WIDTH, time_embed_dim=16, max_sequence_length=TEXT,
+        diffusers.MochiTransformer3DModel, patch_size=2, num_layers=2, pooled_projection_dim=32,
+        in_channels=4, text_embed_dim=WIDTH, time_embed_dim=16, max_sequence_length=TEXT,
     )  # fmt: skip
     for weight in model.time_embed.pooler.to_out.parameters():
         weight.data.zero_()  # else the clip's queries change with the prompt from the start
-    pipe = _piped(
-        diffusers.MochiPipeline, model, flow(),
-        {"vae_spatial_scale_factor": 8, "vae_temporal_scale_factor": 6}, **NO_TEXT_ENCODER,
-    )  # fmt: skip
-    masks = {"prompt_attention_mask": mask(19), "negative_prompt_attention_mask": mask(3)}
-    given = _prompts(**masks, **_size(6 * (CLIP[0] - 1) + 1))
+    scales = {"vae_spatial_scale_factor": 8, "vae_temporal_scale_factor": 6}
+    pipe = _piped(diffusers.MochiPipeline, model, flow(), scales)
+    given = _prompts(**_masks(19, 3), **_size(6 * (CLIP[0] - 1) + 1))
     return Tiny(pipe, given, CLIP, (0, 19))
 
 
 def _wan_model(seed: int = 0) -> Any:
     return _made(
-        diffusers.WanTransformer3DModel, seed, patch_size=(1, 2, 2), num_attention_heads=2,
-        attention_head_dim=64, in_channels=4, out_channels=4, text_dim=WIDTH, freq_dim=32,
-        ffn_dim=64, num_layers=2, rope_max_seq_len=64,
+        diffusers.WanTransformer3DModel, seed, patch_size=(1, 2, 2), in_channels=4, out_channels=4,
+        text_dim=WIDTH, freq_dim=32, ffn_dim=64, num_layers=2, rope_max_seq_len=64,
     )  # fmt: skip
 
 
 def wan(second: bool = False) -> Tiny:
     """second: with a transformer for the later half of the steps, as Wan 2.2 has it."""
     parts = {"transformer_2": _wan_model(1), "boundary_ratio": 0.5} if second else {}
-    pipe = _piped(
-        diffusers.WanPipeline, _wan_model(), flow(), VIDEO_SCALES, **NO_TEXT_ENCODER, **parts
-    )
+    pipe = _piped(diffusers.WanPipeline, _wan_model(), flow(), VIDEO_SCALES, **parts)
     return Tiny(pipe, _prompts(**_size(17)), CLIP)
 
 
 def hunyuan() -> Tiny:
     model = _made(
-        diffusers.HunyuanVideoTransformer3DModel, in_channels=4, out_channels=4,
-        num_attention_heads=2, attention_head_dim=64, num_layers=1, num_single_layers=1,
-        num_refiner_layers=1, patch_size=2, patch_size_t=1, guidance_embeds=True,
-        text_embed_dim=WIDTH, pooled_projection_dim=32, rope_axes_dim=(16, 24, 24),
+        diffusers.HunyuanVideoTransformer3DModel, in_channels=4, out_channels=4, num_layers=1,
+        num_single_layers=1, num_refiner_layers=1, patch_size=2, patch_size_t=1,
+        guidance_embeds=True, text_embed_dim=WIDTH, pooled_projection_dim=32,
+        rope_axes_dim=(16, 24, 24),
     )  # fmt: skip
-    pipe = _piped(
-        diffusers.HunyuanVideoPipeline, model, flow(), VIDEO_SCALES, tokenizer_2=None,
-        text_encoder_2=None, **NO_TEXT_ENCODER,
-    )  # fmt: skip
-    extra = {
-        "prompt_attention_mask": mask(19), "negative_prompt_attention_mask": mask(7),
-        "pooled_prompt_embeds": drawn(1, 32, seed=3),
-        "negative_pooled_prompt_embeds": drawn(1, 32, seed=4), "negative_prompt": "",
-    }  # fmt: skip
-    given = _prompts(**extra, **_size(17))
+    kind = diffusers.HunyuanVideoPipeline
+    pipe = _piped(kind, model, flow(), VIDEO_SCALES, **SECOND_ENCODER)
+    given = _prompts(**_masks(19, 7), **_pooled(), **_size(17), negative_prompt="")
     return Tiny(pipe, given, CLIP, (0, 19), guidance="true_cfg_scale")
 
 
 def ltx() -> Tiny:
     model = _made(
         diffusers.LTXVideoTransformer3DModel, in_channels=8, out_channels=8, patch_size=1,
-        patch_size_t=1, num_attention_heads=2, attention_head_dim=64, cross_attention_dim=128,
-        num_layers=2, caption_channels=WIDTH,
+        patch_size_t=1, cross_attention_dim=128, num_layers=2, caption_channels=WIDTH,
     )  # fmt: skip
     scales = {
         "vae_spatial_compression_ratio": 32, "vae_temporal_compression_ratio": 8,
         "transformer_spatial_patch_size": 1, "transformer_temporal_patch_size": 1,
     }  # fmt: skip
-    pipe = _piped(diffusers.LTXPipeline, model, flow(), scales, **NO_TEXT_ENCODER)
-    masks = {
-        "prompt_attention_mask": mask(TEXT), "negative_prompt_attention_mask": mask(TEXT),
-    }  # fmt: skip
-    given = _prompts(**masks, **_size(8 * (CLIP[0] - 1) + 1, pixels=32))
+    pipe = _piped(diffusers.LTXPipeline, model, flow(), scales)
+    given = _prompts(**_masks(TEXT, TEXT), **_size(8 * (CLIP[0] - 1) + 1, pixels=32))
     return Tiny(pipe, given, CLIP)
 
 
 def flux() -> Tiny:
     model = _made(
         diffusers.FluxTransformer2DModel, patch_size=1, in_channels=16, num_layers=1,
-        num_single_layers=1, attention_head_dim=64, num_attention_heads=2,
-        joint_attention_dim=WIDTH, pooled_projection_dim=32, axes_dims_rope=(16, 24, 24),
+        num_single_layers=1, joint_attention_dim=WIDTH, pooled_projection_dim=32,
+        axes_dims_rope=(16, 24, 24),
     )  # fmt: skip
-    pipe = _piped(
-        diffusers.FluxPipeline, model, flow(), {"vae_scale_factor": 8}, tokenizer_2=None,
-        text_encoder_2=None, **NO_TEXT_ENCODER,
-    )  # fmt: skip
-    sizes = {"height": PICTURE[1] * PIXELS, "width": PICTURE[2] * PIXELS}
-    given = _prompts(**_pooled(), **sizes)
+    scales = {"vae_scale_factor": 8}
+    pipe = _piped(diffusers.FluxPipeline, model, flow(), scales, **SECOND_ENCODER)
+    given = _prompts(**_pooled(), **PICTURE_SIZE)
     return Tiny(pipe, given, PICTURE, (TEXT, 0), guidance="true_cfg_scale")
 
 
@@ -214,36 +196,24 @@ def sd3(version: str = "3.5") -> Tiny:
     later = {"qk_norm": "rms_norm", "dual_attention_layers": (0,)} if version == "3.5" else {}
     model = _made(
         diffusers.SD3Transformer2DModel, sample_size=PICTURE[1] * 2, patch_size=2, in_channels=4,
-        num_layers=2, attention_head_dim=64, num_attention_heads=2, joint_attention_dim=WIDTH,
-        caption_projection_dim=128, pooled_projection_dim=32, out_channels=4,
-        pos_embed_max_size=32, **later,
+        num_layers=2, joint_attention_dim=WIDTH, caption_projection_dim=128,
+        pooled_projection_dim=32, out_channels=4, pos_embed_max_size=32, **later,
     )  # fmt: skip
-    encoders = {
-        f"{part}_{number}": None for part in ("tokenizer", "text_encoder") for number in (2, 3)
-    }
-    pipe = _piped(
-        diffusers.StableDiffusion3Pipeline, model, flow(), {"vae_scale_factor": 8}, **encoders,
-        **NO_TEXT_ENCODER,
-    )  # fmt: skip
-    sizes = {"height": PICTURE[1] * PIXELS, "width": PICTURE[2] * PIXELS}
-    return Tiny(pipe, _prompts(**_pooled(), **sizes), PICTURE, (0, TEXT))
+    encoders = SECOND_ENCODER | {"tokenizer_3": None, "text_encoder_3": None}
+    scales = {"vae_scale_factor": 8}
+    pipe = _piped(diffusers.StableDiffusion3Pipeline, model, flow(), scales, **encoders)
+    return Tiny(pipe, _prompts(**_pooled(), **PICTURE_SIZE), PICTURE, (0, TEXT))
 
 
 def allegro() -> Tiny:
     model = _made(
-        diffusers.AllegroTransformer3DModel, num_attention_heads=2, attention_head_dim=96,
-        in_channels=4, out_channels=4, num_layers=2, cross_attention_dim=192,
-        sample_width=CLIP[2] * 2, sample_height=CLIP[1] * 2, sample_frames=CLIP[0],
-        caption_channels=WIDTH,
+        diffusers.AllegroTransformer3DModel, attention_head_dim=96, in_channels=4, out_channels=4,
+        num_layers=2, cross_attention_dim=192, sample_width=CLIP[2] * 2,
+        sample_height=CLIP[1] * 2, sample_frames=CLIP[0], caption_channels=WIDTH,
     )  # fmt: skip
     scheduler = diffusers.EulerAncestralDiscreteScheduler()
-    pipe = _piped(diffusers.AllegroPipeline, model, scheduler, VIDEO_SCALES, **NO_TEXT_ENCODER)
-    masks = {
-        "prompt_attention_mask": mask(19), "negative_prompt_attention_mask": mask(7),
-        "negative_prompt": None,
-    }  # fmt: skip
-    given = _prompts(**masks, **_size(17))
-    return Tiny(pipe, given, CLIP)
+    pipe = _piped(diffusers.AllegroPipeline, model, scheduler, VIDEO_SCALES)
+    return Tiny(pipe, _prompts(**_masks(19, 7), **_size(17), negative_prompt=None), CLIP)
 
 
 ALL: dict[str, Callable[[], Tiny]] = {
