@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The blueprints in subgraphs/, checked without ComfyUI; and that the archive holds them.
 
-tests/comfy/test_workflows_server.py asks a real server for them, and
-tests/comfy/test_workflows_browser.py places them in the real frontend.
+tests/comfy/test_server.py asks a real server for them, and tests/comfy/test_browser.py
+places them in the real frontend.
 """
 
 from __future__ import annotations

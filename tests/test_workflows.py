@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The graphs in workflows/, checked without ComfyUI: whole, consistent, and true to our node.
 
-tests/comfy/test_workflows_server.py hands the same graphs to a real server, and
-tests/comfy/test_workflows_browser.py opens them in the real frontend.
+tests/comfy/test_browser.py opens the same graphs in the real frontend, and hands them to a real
+server.
 """
 
 from __future__ import annotations
