@@ -2,8 +2,8 @@
 """The graphs in workflows/ and the blueprints in subgraphs/, checked without ComfyUI: whole,
 consistent, and true to our node.
 
-tests/comfy/test_workflows_server.py hands them to a real server, and
-tests/comfy/test_workflows_browser.py opens them in the real frontend.
+tests/comfy/test_browser.py opens the same graphs in the real frontend, and hands them to a real
+server.
 """
 
 from __future__ import annotations

@@ -269,6 +269,7 @@ class Pass:
         """As this device runs it, such as without the PV filter on Hopper."""
         self.record = PassRecord(self.step.number, self.device, session.untracked)
         self.unusable = session.meet(self)
+        self._place: Place = (self.device, self.step.model)
         self._masks = ReadMasks(self.layout.tokens)
         self._dense_layers = settings.dense_layers.of_total(self.layout.blocks)
         self._filter_left_out = session.asked.pv_filter and not self.policy.pv_filter
@@ -291,10 +292,6 @@ class Pass:
             for grid in layout.expected:
                 shape = Shape(grid.tokens, 0, grid, layout.ranks)
                 session.orders.of_step(shape, self.step.number, self.device)
-
-    @property
-    def _place(self) -> Place:
-        return self.device, self.step.model
 
     @property
     def _may_measure(self) -> bool:

@@ -88,7 +88,7 @@ class Page:
             "([g, name]) => app.loadGraphData(g, true, true, name, {openSource: 'template'})",
             [graph, f"graph {self._opened}"],
         )
-        self._settle()
+        self.settle()
         self._close_dialogs()
 
     def search(self, word: str, box: str = "default") -> list[str]:
@@ -109,22 +109,19 @@ class Page:
         middle = WIDTH / 2, HEIGHT / 2
         for _ in range(20):
             self._page.mouse.dblclick(*middle)
-            self._settle()
+            self.settle()
             if self.run(SEARCH_OPEN):
                 break
         self._page.keyboard.type(name[:SEARCHED])
-        self._settle()
-        self._settle()
+        self.settle()
+        self.settle()
         self._page.keyboard.press("Enter")
-        self._settle()
+        self.settle()
         self._page.mouse.click(*middle)
         self._page.mouse.move(WIDTH / 2, HEIGHT - 20)  # so that no tooltip hides it
-        self._settle()
+        self.settle()
 
     def settle(self) -> None:
-        self._settle()
-
-    def _settle(self) -> None:
         """Waits for the nodes to have their sizes."""
         self._page.wait_for_timeout(1200)
 

@@ -220,9 +220,6 @@ FAMILIES: dict[str, Tiny] = {
         _HIDREAM, extra=_HIDREAM.extra | {"concat_latent_image": noise(16, 36, 40)}
     ),
     "minimax h3": _MINIMAX,
-    "minimax h3, eight heads": replace(
-        _MINIMAX, config=_MINIMAX.config | {"num_attention_heads": 8}
-    ),
     "hunyuan 1.5": _HUNYUAN_15,
     "flux 2": _FLUX_2,
     "omnigen 2": _OMNIGEN,

@@ -203,7 +203,6 @@ FAMILIES |= {
     ),
     "ltxav, no sound": replace(FAMILIES["ltxav"], sound=()),
     "hunyuan, padded": replace(FAMILIES["hunyuan"], valid=(15, 9)),
-    "mochi, longer prompts": replace(FAMILIES["mochi"], valid=(21, 9)),
 }
 
 

@@ -27,7 +27,7 @@ def eight_bit(attend: Attend, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwa
     """Queries and keys in int8 by blocks of 64 tokens, values in e4m3 by channels."""
     dim = 2 if kwargs.get("skip_reshape") else 1
     mean = k.mean(dim, keepdim=True)
-    parts = _int8(q, dim), _int8(k - mean, dim) + mean, _e4m3(v, dim)
+    parts = int8(q, dim), int8(k - mean, dim) + mean, e4m3(v, dim)
     return attend(*parts, *args, **kwargs)
 
 
@@ -37,14 +37,14 @@ def half_precision(
     return attend(*(x.bfloat16() for x in (q, k, v)), *args, **kwargs).to(q.dtype)
 
 
-def _int8(x: Tensor, dim: int) -> Tensor:
+def int8(x: Tensor, dim: int) -> Tensor:
     blocks = x.split(64, dim)
     scales = (block.abs().amax((dim, -1), keepdim=True).clamp_min(1e-20) / 127 for block in blocks)
     pairs = zip(blocks, scales, strict=True)
     return torch.cat([(block / scale).round() * scale for block, scale in pairs], dim)
 
 
-def _e4m3(x: Tensor, dim: int) -> Tensor:
+def e4m3(x: Tensor, dim: int) -> Tensor:
     scale = x.abs().amax(dim, keepdim=True).clamp_min(1e-20) / 448
     return (x / scale).to(torch.float8_e4m3fn).to(x.dtype) * scale
 
@@ -68,48 +68,31 @@ def further_keys(
     return attend(q, *(torch.cat(pair, dim) for pair in pairs), *args, **kwargs)
 
 
-def _biased(
-    attend: Attend,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    heads: int,
-    args: Any,
-    kwargs: Any,
-    bias: Callable[[Tensor], None],
-) -> Tensor:
-    dim = 2 if kwargs.get("skip_reshape") else 1
-    if (
-        q.shape[dim] != k.shape[dim]
-        or (args and args[0] is not None)
-        or kwargs.get("mask") is not None
-    ):
-        return attend(q, k, v, heads, *args, **kwargs)
-    mask = q.new_zeros(1, 1, q.shape[dim], k.shape[dim])
-    bias(mask)
-    return attend(q, k, v, heads, **(kwargs | {"mask": mask}))
+def biased(bias: Callable[[Tensor], None]) -> Meaning:
+    """Bias that a function writes into a mask of zeros, in self-attention without a mask."""
+
+    def meaning(
+        attend: Attend, q: Tensor, k: Tensor, v: Tensor, heads: int, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        dim = 2 if kwargs.get("skip_reshape") else 1
+        masked = kwargs.get("mask") is not None or (args and args[0] is not None)
+        if masked or q.shape[dim] != k.shape[dim]:
+            return attend(q, k, v, heads, *args, **kwargs)
+        mask = q.new_zeros(1, 1, q.shape[dim], k.shape[dim])
+        bias(mask)
+        return attend(q, k, v, heads, **(kwargs | {"mask": mask}))
+
+    return meaning
 
 
-def text_bias(
-    attend: Attend, q: Tensor, k: Tensor, v: Tensor, heads: int, *args: Any, **kwargs: Any
-) -> Tensor:
+def to_text(mask: Tensor) -> None:
     """All tokens attend more to the first ones."""
-
-    def bias(mask: Tensor) -> None:
-        mask[..., :TEXT] = 1.5
-
-    return _biased(attend, q, k, v, heads, args, kwargs, bias)
+    mask[..., :TEXT] = 1.5
 
 
-def regional_mask(
-    attend: Attend, q: Tensor, k: Tensor, v: Tensor, heads: int, *args: Any, **kwargs: Any
-) -> Tensor:
+def apart(mask: Tensor) -> None:
     """The first quarter of the tokens does not see the second half."""
-
-    def bias(mask: Tensor) -> None:
-        mask[..., : mask.shape[-2] // 4, mask.shape[-1] // 2 :] = -torch.inf
-
-    return _biased(attend, q, k, v, heads, args, kwargs, bias)
+    mask[..., : mask.shape[-2] // 4, mask.shape[-1] // 2 :] = -torch.inf
 
 
 def gain(attend: Attend, *args: Any, by: float = 1.05, **kwargs: Any) -> Tensor:
@@ -146,8 +129,8 @@ MEANINGS: dict[str, Meaning] = {
         lambda *a, **k: eight_bit(attend, *a, **k), *args, **kwargs
     ),
     "further keys": further_keys,
-    "text bias": text_bias,
-    "regional mask": regional_mask,
+    "text bias": biased(to_text),
+    "regional mask": biased(apart),
     "gain": gain,
     "gain of one prompt": gain_of_one_prompt,
     "one head": one_head,

@@ -6,42 +6,38 @@
 
 from __future__ import annotations
 
-import types
+import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
-import comfy.ldm.genmo.joint_model.asymm_models_joint
-import comfy.ldm.minimax.model
-import comfy.ldm.wan.model
 import comfy.model_management
+import comfy.model_patcher
 import comfy.sample
-import comfy.samplers
+import comfy.utils
+import folder_paths
 import image_models
 import models
 import nodes as comfy_nodes
+import overrides
 import torch
-from comfy.ldm.modules.attention import attention_pytorch, optimized_attention
+from comfy.ldm.modules import attention
+from comfy.ldm.modules.attention import attention_pytorch
 from comfy_api.torch_helpers import set_torch_compile_wrapper
 from comfy_extras import nodes_context_windows, nodes_easycache, nodes_model_advanced
 from comfy_extras.nodes_hypertile import HyperTile
+from comfy_extras.nodes_lt import LTXVSpatioTemporalGuidance
+from comfy_extras.nodes_model_advanced import ModelAttentionBackend
 from comfy_extras.nodes_nag import NAGuidance
 from comfy_extras.nodes_pag import PerturbedAttentionGuidance
+from comfy_extras.nodes_slg import SkipLayerGuidanceDiTSimple
 from comfy_extras.nodes_tomesd import TomePatchModel
 from comfy_extras.nodes_torch_compile import skip_torch_compile_dict
-from comfy_extras.nodes_wan import WanAnimate2Cache
-from session import (
-    Recorder,
-    library_calls,
-    pack,
-    patch,
-    relative_error,
-    replaced,
-    reports,
-    sample,
-)
+from session import library_calls, patch, relative_error, replaced, reports, sample
 
 models.FAMILIES |= image_models.FAMILIES
 
+OVERRIDE = "optimized_attention_override"
 INTERRUPTED = comfy.model_management.InterruptProcessingException
 
 
@@ -59,79 +55,22 @@ def compiled(model: Any) -> Any:
     return clone
 
 
-def replaced_attention(model: Any) -> Any:
-    """Object patches over the self-attention of the clip in each block, as memory-saving nodes of
-    other packs have them."""
-
-    def past_the_override(module: Any) -> Any:
-        inner = module.forward
-
-        def forward(self: Any, *args: Any, transformer_options: Any = None, **kwargs: Any) -> Any:
-            return inner(*args, **kwargs)
-
-        return types.MethodType(forward, module)
-
-    clone, network = model.clone(), model.model.diffusion_model
-    wan = hasattr(network, "blocks")
-    key, attribute = ("blocks", "self_attn") if wan else ("transformer_blocks", "attn1")
-    for index, block in enumerate(getattr(network, key)):
-        place = f"diffusion_model.{key}.{index}.{attribute}.forward"
-        clone.add_object_patch(place, past_the_override(getattr(block, attribute)))
-    return clone
-
-
-def two_heads_at_a_time(model: Any) -> Any:
-    """Object patches over the attention of each block of MiniMax H3, which save memory."""
-    whole = comfy.ldm.minimax.model.optimized_attention
-
-    def in_pairs(q: Any, k: Any, v: Any, heads: int, **kwargs: Any) -> torch.Tensor:
-        q, k, v = (x.take() for x in (q, k, v))
-        pairs = (slice(first, first + 2) for first in range(0, heads, 2))
-        outs = [whole(q[:, two], k[:, two], v[:, two], 2, **kwargs) for two in pairs]
-        return torch.cat(outs, -1)
-
-    def patched(attention: Any) -> Any:
-        inner = attention.forward
-
-        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            with replaced(comfy.ldm.minimax.model, "optimized_attention", in_pairs):
-                return inner(*args, **kwargs)
-
-        return types.MethodType(forward, attention)
-
-    clone = model.clone()
-    for index, block in enumerate(model.model.diffusion_model.blocks):
-        place = f"diffusion_model.blocks.{index}.attn.forward"
-        clone.add_object_patch(place, patched(block.attn))
-    return clone
-
-
-def other_keys(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Any], Any]:
-    """Patch of a U-Net whose self-attentions have these keys and values."""
+def overridden(meaning: overrides.Meaning) -> Callable[[Any], Any]:
+    """Attention override of a pack."""
 
     def patched(model: Any) -> Any:
         clone = model.clone()
-        clone.set_model_attn1_patch(lambda q, k, v, _: (q, change(k), change(v)))
+        options = clone.model_options["transformer_options"]
+        options[OVERRIDE] = overrides.override_of(meaning, options.get(OVERRIDE))
         return clone
 
     return patched
 
 
-def queries_in_halves(model: Any) -> Any:
-    """Replacements of a U-Net's self-attentions, which save memory."""
-
-    def halves(q: Any, k: Any, v: Any, options: dict[str, Any]) -> torch.Tensor:
-        heads = options["n_heads"]
-        outs = [
-            optimized_attention(part, k, v, heads, transformer_options=options)
-            for part in q.chunk(2, 1)
-        ]
-        return torch.cat(outs, 1)
-
+def function_of_a_pack(model: Any) -> Any:
+    """ComfyUI's own override of a function that is not its own."""
     clone = model.clone()
-    for side in ("input", "middle", "output"):
-        for number in range(6):
-            clone.set_model_attn1_replace(halves, side, number)
+    clone.set_model_optimized_attention(lambda *args, **kw: attention_pytorch(*args, **kw))
     return clone
 
 
@@ -140,18 +79,17 @@ PATCHES: dict[str, Callable[[Any], Any]] = {
     "": lambda model: model,
     "windows": windows,
     "compiled": compiled,
-    "replaced attention": replaced_attention,
     "easy cache": lambda m: nodes_easycache.EasyCacheNode.execute(m, 3.0, 0.15, 0.95, False)[0],
     "shift": lambda m: nodes_model_advanced.ModelSamplingSD3().patch(m, 20.0)[0],
     "merged tokens": lambda m: TomePatchModel.execute(m, 0.3).result[0],
     "tiles": lambda m: HyperTile.execute(m, 128, 2, 0, False)[0],
     "perturbed": lambda m: PerturbedAttentionGuidance.execute(m, 3.0).result[0],
     "normalized": lambda m: NAGuidance.execute(m, 5.0, 0.5, 1.5).result[0],
-    "heads apart": two_heads_at_a_time,
-    "keys of a reference": other_keys(lambda x: torch.cat([x, x.flip(1) + 1], 1)),
-    "merged keys": other_keys(lambda x: x.unflatten(1, (-1, 4)).mean(2)),
-    "queries in halves": queries_in_halves,
-    "pose cache": lambda m: WanAnimate2Cache.execute(m, "cpu").result[0],
+    "skipped layer": lambda m: SkipLayerGuidanceDiTSimple.execute(m, 0.0, 1.0, "0", "")[0],
+    "spatio-temporal": lambda m: LTXVSpatioTemporalGuidance.execute(m, 1.0, "0", 0.0, 1.0)[0],
+    "chosen backend": lambda m: ModelAttentionBackend().patch(m, "pytorch attention")[0],
+    "function of a pack": function_of_a_pack,
+    **{name: overridden(each) for name, each in (overrides.BACKENDS | overrides.MEANINGS).items()},
 }
 
 
@@ -166,20 +104,15 @@ def sampled(
 ) -> list[dict[str, Any]]:
     """Returns what `with_the_node` finds for each of `widgets` (None: no node), beside the dense
     result of the same model. `before` and `after` name what else patches the model, on either side
-    of ours.
+    of ours; the dense result has what is before.
     """
 
-    def build() -> Any:
-        return PATCHES[before](models.build(name, getattr(torch, dtype)))
-
-    model = build()
+    model = PATCHES[before](models.build(name, getattr(torch, dtype)))
     if "frames" in options:
         options["latent"] = models.empty_latent(name, frames=options.pop("frames"))
     dense = seeded(model, name, options)
     found = []
     for each in widgets:
-        if before == "pose cache":  # it remembers
-            model = build()
         patched = model if each is None else PATCHES[after](patch(model, **each))
         found.append(with_the_node(patched, name, dense, options, repeat))
     return found
@@ -223,27 +156,6 @@ def two_samplers(**widgets: Any) -> dict[str, Any]:
     return {"reports": found, "error": relative_error(out, advanced(high, low))}
 
 
-def batched_or_split(**widgets: Any) -> dict[str, Any]:
-    """Cond and uncond in one forward pass, and in two because memory is short; and by how much the
-    settings differ that were measured."""
-    model = models.build("wan")
-    patched, settings = patch(model, **widgets), []
-    with reports() as found:
-        together = sample(patched, "wan", steps=5)
-        last = pack("nodes.hook").hook_of(patched).last
-        settings.append(last)
-        with replaced(model.model, "memory_required", lambda *args, **kwargs: 1e30):
-            apart = sample(patched, "wan", steps=5)
-        last = pack("nodes.hook").hook_of(patched).last
-        settings.append(last)
-    differences = {}
-    for name in ("density", "pool_weight", "expected", "weight"):
-        parts = [each.of_heads(name) for each in settings]
-        differences[name] = float((parts[0] - parts[1]).abs().max()) if len(parts[0]) else None
-    error = relative_error(apart, together)
-    return {"reports": found, "error": error, "differences": differences}
-
-
 def cancelled(at: int, steps: int, **widgets: Any) -> dict[str, Any]:
     """The user presses Cancel after a step; before and after it the same patched model runs."""
     patched = patch(models.build("wan"), **widgets)
@@ -268,57 +180,100 @@ def cancelled(at: int, steps: int, **widgets: Any) -> dict[str, Any]:
     }
 
 
-def raising(kind: str, inside: str) -> dict[str, Any]:
-    """Raises an error inside the library or the model; returns what becomes of it."""
-    errors = {"interrupt": INTERRUPTED, "bug": lambda: RuntimeError("a bug")}
-    model = models.build("wan")
+def preferred() -> dict[str, Any] | None:
+    """Report of a model whose file prefers a function for its first block, with the blocks of the
+    calls of that function, without our node and with it. None: ComfyUI has no such models yet."""
+    if not hasattr(attention, "ComfyAttention"):
+        return None
+    model, calls = models.build("wan"), []
 
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        raise errors[kind]()
+    def chosen(*args: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append(kwargs["transformer_options"]["block_index"])
+        return attention_pytorch(*args, **kwargs)
 
-    library = pack("sparge.session.calls"), "attention"
-    head, raised = (model.model.diffusion_model.head, "forward"), ""
-    with reports() as found, replaced(*(library if inside == "library" else head), fail):
-        try:
-            sample(patch(model), "wan")
-        except BaseException as error:
-            raised = type(error).__name__
-    return found[0] | {"raised": raised}
-
-
-def rewraps_each_step() -> dict[str, Any]:
-    """A node that re-installs itself outside of everything before each step, as ComfyUI's own does
-    under this callback key."""
-    recorder, model, mine = Recorder(), patch(models.build("wan")), []
-
-    def prepare(patcher: Any, timestep: Any, model_options: dict[str, Any]) -> None:
-        options = model_options["transformer_options"]
-        current = options.get("optimized_attention_override")
-        if current not in mine:
-            mine.append(recorder.over(current))
-            options["optimized_attention_override"] = mine[-1]
-
-    model.add_callback_with_key("on_prepare_state", "block_sparse_attention", prepare)
-    with reports() as found:
-        sample(model, "wan", steps=20)
-    return found[0] | {"wraps": len(mine), "depths": len(recorder.depths)}
+    model.model.diffusion_model.blocks[0].self_attn.comfy_attention.function = chosen
+    dense = sample(model, "wan")
+    without, calls[:] = list(calls), []
+    found = with_the_node(patch(model, topk=1.0), "wan", dense, {}, repeat=False)
+    return found | {"without": without, "with": calls}
 
 
-#: Where the classes of the families take their attention from.
-_MODULES = {"wan": comfy.ldm.wan.model, "mochi": comfy.ldm.genmo.joint_model.asymm_models_joint}
+def places(name: str) -> dict[str, Any]:
+    """First and last token that differ with another prompt, and with another seed, in the keys of
+    the first of the longest self-attention calls; None where none does. tokens: all there are."""
+    first = _keys(name, prompt=False, seed=0)
+    return {
+        "tokens": first.shape[-2],
+        "text": _changed(first, _keys(name, prompt=True, seed=0)),
+        "picture": _changed(first, _keys(name, prompt=False, seed=1)),
+    }
 
 
-def whole_graph(name: str, by_block: bool, before: bool) -> dict[str, Any]:
-    """Another pack's compile nodes with fullgraph on. ComfyUI's own choice on a CPU cannot be
-    traced whole, whatever nodes there are."""
-    torch._dynamo.reset()
-    model, keys = models.build(name), ["diffusion_model"]
-    if by_block:
-        blocks = range(len(model.model.diffusion_model.blocks))
-        keys = [f"diffusion_model.blocks.{i}" for i in blocks]
-    clone = model.clone() if before else patch(model)
-    set_torch_compile_wrapper(clone, backend="eager", fullgraph=True, keys=keys)
-    with replaced(_MODULES[name], "optimized_attention", attention_pytorch):
-        dense = sample(model, name)
-        patched = patch(clone) if before else clone
-        return with_the_node(patched, name, dense, {}, repeat=True)
+def _changed(one: torch.Tensor, other: torch.Tensor) -> list[int] | None:
+    """First and last token of which the keys (tokens, channels) differ."""
+    found = (one != other).any(-1).nonzero()
+    return [int(found.min()), int(found.max())] if len(found) else None
+
+
+def _keys(name: str, prompt: bool, seed: int) -> torch.Tensor:
+    """Keys (tokens, channels) of the first of the longest self-attention calls in one step."""
+    kept: list[torch.Tensor] = []
+
+    def override(func: Any, q: Any, k: Any, v: Any, heads: int, *args: Any, **kwargs: Any) -> Any:
+        keys = k[0].transpose(0, 1).flatten(1) if kwargs.get("skip_reshape") else k[0].flatten(1)
+        if q.shape[-2] == k.shape[-2] and len(keys) > (len(kept[0]) if kept else 0):
+            kept[:] = [keys.clone()]
+        return func(q, k, v, heads, *args, **kwargs)
+
+    model = models.build(name).clone()
+    model.model_options["transformer_options"][OVERRIDE] = override
+    latent = models.empty_latent(name)
+    noise = comfy.sample.prepare_noise(latent, seed)
+    (_, extra), (text, _) = models.conditioning(name)[0], models.conditioning(name, prompt)[0]
+    given = [[text, extra]]
+    with torch.inference_mode():
+        comfy.sample.sample(
+            *(model, noise, 1, 1.0, "euler", "simple", given, given, latent),
+            disable_pbar=True,
+            seed=0,
+        )
+    return kept[0]
+
+
+def cogvideox_loaded(published: str, weight_dtype: str, dynamic_vram: bool) -> int:
+    """Asserts that our node offers a published file and loads what ComfyUI's own loader does of the
+    same tensors under ComfyUI's names. Returns their number. With DynamicVRAM, ComfyUI makes the
+    tensors of the file the model's parameters; else it copies."""
+    node, loader = comfy_nodes.NODE_CLASS_MAPPINGS["SpargeCogVideoXLoad"], comfy_nodes.UNETLoader
+    names, dtypes = (each.options for each in node.define_schema().inputs)
+    assert published in names and published.replace("00001", "00002") not in names
+    assert dtypes == loader.INPUT_TYPES()["required"]["weight_dtype"][0]
+    with replaced(comfy.model_patcher.ModelPatcher, "is_dynamic", lambda self: dynamic_vram):
+        ours = node.execute(published, weight_dtype).args[0]
+        with tempfile.TemporaryDirectory() as folder:
+            saved = str(Path(folder) / "core.safetensors")
+            plain = node.execute(published).args[0].model.diffusion_model.state_dict()
+            comfy.utils.save_torch_file(plain, saved)
+            with replaced(folder_paths, "get_full_path_or_raise", lambda kind, name: saved):
+                (core,) = loader().load_unet("core", weight_dtype)
+    assert _facts(ours) == _facts(core) and type(ours.model).__name__ == "CogVideoX"
+    load, given = ours.cached_patcher_init
+    expected = core.model.diffusion_model.state_dict()
+    for each in (ours, load(*given, disable_dynamic=True)):
+        state = each.model.diffusion_model.state_dict()
+        for name, tensor in expected.items():  # 8 bits cannot be compared
+            same = torch.equal(state[name].float(), tensor.float())
+            assert same and state[name].dtype == tensor.dtype, name
+    out = sample(ours, "cogvideox")
+    assert torch.equal(out, sample(core, "cogvideox"))
+    assert out.isfinite().all() and out.std() > 0
+    return len(expected)
+
+
+def _facts(patcher: Any) -> list[Any]:
+    model = patcher.model
+    return [
+        *map(type, (model, patcher, model.latent_format)), repr(model.model_config.unet_config),
+        *(patcher.model_dtype(), model.manual_cast_dtype),
+        *(patcher.load_device, patcher.offload_device),
+    ]  # fmt: skip

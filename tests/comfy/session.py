@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import comfy.sample
@@ -75,25 +75,6 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, original)
 
 
-class Recorder:
-    """Another pack's override: counts its calls, and how deep the stack is when it is called."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-        self.depths: set[int] = set()
-
-    def over(self, previous: Callable[..., Any] | None) -> Callable[..., Any]:
-        def override(func: Any, *args: Any, **kwargs: Any) -> Any:
-            self.calls += 1
-            depth, frame = 0, sys._getframe()
-            while frame := frame.f_back:
-                depth += 1
-            self.depths.add(depth)
-            return previous(func, *args, **kwargs) if previous else func(*args, **kwargs)
-
-        return override
-
-
 @contextlib.contextmanager
 def reports() -> Iterator[list[dict[str, Any]]]:
     """Collects what every run inside reports, as numbers."""
@@ -112,14 +93,12 @@ def reports() -> Iterator[list[dict[str, Any]]]:
                 "passes": counts.passes,
                 "reasons": dict(counts.reasons),
                 "density": result.densities.of_sparse_calls,
-                "computed": result.densities.overall,
                 "stopped": result.stopped,
                 "text": session.summary(result),
                 "verdict": session.verdict(result),
                 "by_step": [
                     [round(x, 3) for x in row] for row in result.densities.by_step.tolist()
                 ],
-                "shapes": [heads.tokens for heads in result.heads],
                 "kept": result.of_heads("density").tolist(),
                 "error_of_heads": result.error,
             }
@@ -137,19 +116,13 @@ def library_calls() -> Iterator[list[dict[str, Any]]]:
     attention = module.attention
 
     def spy(q: Any, k: Any, v: Any, policy: Any, **kwargs: Any) -> Any:
-        out = attention(q, k, v, policy, **kwargs)
-        tokens = q.shape[2]  # (B, H, N, D)
+        out, order = attention(q, k, v, policy, **kwargs), kwargs["order"]
         collected.append(
             {
-                "tokens": tokens,
+                "tokens": q.shape[2],
                 "exact": [policy.exact_prefix, policy.exact_suffix],
-                "segments": [part.tokens for part in kwargs["order"].segments]
-                if kwargs["order"]
-                else [],
-                "slots": kwargs["order"].slot_token[:64].tolist() if kwargs["order"] else [],
+                "segments": [part.tokens for part in order.segments] if order else [],
                 "measured": kwargs["head_settings"] is not None,
-                "dtypes": [str(t.dtype).removeprefix("torch.") for t in (q, k, v)],
-                "classes": [type(t).__name__ for t in (q, k, v)],
             }
         )
         return out

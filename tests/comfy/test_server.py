@@ -3,15 +3,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
+import urllib.request
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.comfy.conftest import PACK
 from tests.comfy.graphs import ALL_WIDGETS, graph, nested
 from tools import locales
 
@@ -48,34 +52,21 @@ def test_a_graph_runs_sparse_and_says_so_on_the_node(server, family):
     assert int(sparse[1]) > 0
 
 
-@pytest.mark.parametrize("left_out", ["quality", "mode"])
-def test_a_graph_from_before_the_auto_modes_runs_manual(server, left_out):
-    """Saved graphs name manual and have no quality; API graphs may name no mode at all."""
-    settings = {name: value for name, value in ALL_WIDGETS.items() if name != left_out}
-    text = said_in_the_log(server, graph("wan", **settings))
-    assert "6 sparse and 2 dense self-attention calls" in text
-    assert "; error" not in text
-
-
-SOME = {"min_tokens": 100, "start_percent": 0.3}
-#: Flat widgets; what a line of the log must say that is of no other mode.
-CHOICES = [
-    (ALL_WIDGETS, "density"),
-    (ALL_WIDGETS | {"mode": "auto quality", "quality": "fast"}, "; error 0."),
-    (ALL_WIDGETS | {"mode": "auto budget", "topk": 0.6}, "; error 0."),
-    (SOME | {"mode": "manual", "topk": 0.6}, "density"),
-    (SOME | {"mode": "auto quality"}, "; error 0."),
-    (SOME | {"mode": "auto budget"}, "; error 0."),
-]
-
-
 def without_times(line: str) -> str:
     return re.sub(r"[\d.]+x (faster|slower)[^;]*; ", "", line)
 
 
-@pytest.mark.parametrize(("flat", "says"), CHOICES)
+@pytest.mark.parametrize(
+    ("flat", "says"),
+    [
+        (ALL_WIDGETS, "density"),
+        (ALL_WIDGETS | {"mode": "auto budget", "topk": 0.6}, "; error 0."),
+        ({"min_tokens": 100, "start_percent": 0.3, "mode": "auto quality"}, "; error 0."),
+    ],
+)
 def test_flat_and_nested_names_give_the_same_run(server, base_directory, flat, says):
-    """The log has counts, density and error of the run, and the last file its latent."""
+    """The log has counts, density and error of the run, and the last file its latent. says: part of
+    the line that no other mode has."""
     lines, latents = [], []
     for widgets in (flat, nested(flat)):
         lines.append(without_times(said_in_the_log(server, graph("wan", **widgets))))
@@ -166,3 +157,27 @@ def test_help_pages_and_translation_are_served(server, pack_folder):
     # ComfyUI looks an input `mode.topk` up as `mode_topk`.
     assert labels["en"]["mode_topk"]["name"] == "attention kept (topk)"
     assert "topk" in labels["zh"]["mode_topk"]["name"]
+
+
+def test_the_templates_are_served(server: Any, pack_folder: str) -> None:
+    workflows = [*(PACK / "workflows").glob("*.json")]
+    templates = server.get("/workflow_templates")
+    assert set(templates[pack_folder]) == {path.stem for path in workflows}
+    for path in workflows:
+        thumbnail = quote(f"/api/workflow_templates/{pack_folder}/{path.stem}.jpg")
+        with urllib.request.urlopen(server.url + thumbnail, timeout=60) as answer:
+            assert answer.read() == path.with_suffix(".jpg").read_bytes()
+
+
+def test_the_blueprints_are_served(server: Any, pack_folder: str) -> None:
+    subgraphs = [*(PACK / "subgraphs").glob("*.json")]
+    offered = server.get("/global_subgraphs")
+    ours = {
+        entry["name"]: key
+        for key, entry in offered.items()
+        if entry["info"]["node_pack"] == f"custom_nodes.{pack_folder}"
+    }
+    assert ours.keys() == {path.stem for path in subgraphs}
+    for path in subgraphs:
+        entry = server.get(f"/global_subgraphs/{ours[path.stem]}")
+        assert json.loads(entry["data"]) == json.loads(path.read_text(encoding="utf-8"))

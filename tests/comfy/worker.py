@@ -7,7 +7,6 @@ usage: worker.py BASE_DIRECTORY PACK_FOLDER_NAME PACK. stdin: JSON [name, argume
 from __future__ import annotations
 
 import asyncio
-import importlib
 import json
 import logging
 import os
@@ -30,14 +29,13 @@ def main() -> None:
 
     loaded = asyncio.run(nodes.load_custom_node(str(Path(base, "custom_nodes", folder))))
     sys.path.append(pack)  # behind ComfyUI, which has a module called nodes too
-    kinds = "", "block_", "cogvideox_", "gguf_", "image_", "override_"
-    modules = [importlib.import_module(f"{kind}scenarios") for kind in kinds]
-    scenarios = {name: value for module in modules for name, value in vars(module).items()}
+    import scenarios
+
     for line in sys.stdin:
         name, arguments = json.loads(line)
         try:
             assert loaded, "ComfyUI could not load the pack"
-            answer = {"result": scenarios[name](**arguments)}
+            answer = {"result": getattr(scenarios, name)(**arguments)}
         except Exception:
             answer = {"error": traceback.format_exc()}
         answers.write(json.dumps(answer) + "\n")

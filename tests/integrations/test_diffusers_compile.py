@@ -1,20 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pipelines of diffusers whose transformer torch.compile traces, with sparse attention."""
+"""Pipelines of diffusers whose transformer torch.compile traces; and passes that end early, in such
+a block or not: by Ctrl+C, by another BaseException, by an error. What these leave would serve the
+attention of every other model in the process."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional
 
 pytest.importorskip("diffusers")
 pytest.importorskip("transformers")
 
 import sparge
-from sparge.integrations.diffusers import enable
+from sparge.compiling import untraced
+from sparge.integrations.diffusers import Handle, enable
 from sparge.sdpa import AttentionMode
+from sparge.session.torch_pass import TorchPass
 from tests.tiny_models.pipelines import ALL, Tiny
 
 pytestmark = pytest.mark.usefixtures("reference_allowed", "no_mode_left", "fresh_dynamo")
@@ -60,6 +68,9 @@ def test_a_compiled_model_gives_the_same_bits(
         assert torch.equal(tiny(STEPS), expected)
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
         assert handle.result is not None and handle.result.counts.sparse == calls > 0
+        traced = torch._dynamo.utils.counters["frames"]["total"]
+        tiny(STEPS)
+        assert torch._dynamo.utils.counters["frames"]["total"] == traced, "not in each pass anew"
 
 
 def test_the_mode_gets_no_graphs_of_its_own() -> None:
@@ -98,3 +109,112 @@ def test_a_whole_graph_is_dense_and_says_so(compiled: Callable[..., None], first
             compiled(tiny, fullgraph=True)
         assert torch.equal(tiny(STEPS), native)
         assert "ompile without fullgraph" in handle.line
+
+
+LONGER = 3
+EARLY: dict[str, Any] = SETTINGS | {"start_percent": 0.25}
+
+
+class Stopped(BaseException):
+    """Interrupt that is no Exception, as ComfyUI's Cancel is."""
+
+
+def calls_of(handle: Handle) -> tuple[int, int, int]:
+    """Numbers of sparse, dense and cross-attention calls of the last run."""
+    assert handle.result is not None
+    counts = handle.result.counts
+    assert counts.sparse
+    return counts.sparse, counts.dense, counts.cross
+
+
+@contextmanager
+def ended_in(part: nn.Module, calls: int, error: type[BaseException]) -> Iterator[None]:
+    """Context in which a part of a model raises an error in its last of so many calls."""
+    own, left = part.forward, [calls]
+
+    @untraced
+    def count() -> None:
+        left[0] -= 1
+        if not left[0]:
+            raise error
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        count()
+        return own(*args, **kwargs)
+
+    part.forward = forward
+    with pytest.raises(error):
+        yield
+    del part.forward
+
+
+@pytest.fixture
+def bystander() -> Callable[[Handle], None]:
+    """Checks that attention of another model is PyTorch's own, and counted by no handle."""
+    q, k, v = torch.randn(3, 1, 2, 480, 64).bfloat16()
+    expected = functional.scaled_dot_product_attention(q, k, v)
+
+    def check(handle: Handle) -> None:
+        before = calls_of(handle)
+        assert torch.equal(functional.scaled_dot_product_attention(q, k, v), expected)
+        assert calls_of(handle) == before
+        assert torch.overrides._get_current_function_mode_stack() == []
+
+    return check
+
+
+def passes_held() -> set[int]:
+    """Ids of passes that something still holds."""
+    gc.collect()
+    return {id(each) for each in gc.get_objects() if type(each) is TorchPass}
+
+
+@pytest.mark.parametrize(
+    ("compiled", "error", "mode"),
+    [
+        (lambda tiny: None, KeyboardInterrupt, "auto budget"),
+        (by_block, ArithmeticError, "manual"),
+        (in_place, Stopped, "manual"),
+    ],
+)
+def test_a_pass_that_ends_within_a_block_leaves_nothing_behind(
+    compiled: Callable[..., None], error: type[BaseException], mode: str, bystander: Any
+) -> None:
+    others = passes_held()  # by log records of other tests
+    tiny = ALL["Wan 2.1"]()
+    native, model = tiny(LONGER), tiny.pipe.transformer
+    with enable(tiny.pipe, mode, **EARLY) as handle:
+        expected = tiny(LONGER)
+        calls = calls_of(handle)
+        compiled(tiny)
+        with ended_in(model.blocks[1].attn1, 4, error):
+            tiny(LONGER)
+        bystander(handle)
+        assert not any("forward" in vars(part) for part in model.modules())
+        assert passes_held() <= others
+        assert handle.result is not None and handle.result.stopped
+        assert torch.equal(tiny(LONGER), expected)
+        assert calls_of(handle) == calls and not handle.result.stopped
+    assert torch.equal(tiny(LONGER), native)
+
+
+def test_a_pass_that_ends_between_blocks_serves_no_other_model(bystander: Any) -> None:
+    """And the next pass works where offloading was put over what is left of it, and was taken
+    away."""
+    accelerate = pytest.importorskip("accelerate")
+    tiny = ALL["Wan 2.1"]()
+    native, model = tiny(LONGER), tiny.pipe.transformer
+    with enable(tiny.pipe, "manual", **EARLY) as handle:
+        expected = tiny(LONGER)
+        calls = calls_of(handle)
+        with ended_in(model.norm_out, 3, KeyboardInterrupt):
+            tiny(LONGER)
+        bystander(handle)
+        accelerate.cpu_offload(model, execution_device=torch.device("cpu"), offload_buffers=True)
+        for _ in range(2):
+            assert torch.equal(tiny(LONGER), expected) and calls_of(handle) == calls
+        accelerate.hooks.remove_hook_from_submodules(model)
+        assert torch.equal(tiny(LONGER), expected) and calls_of(handle) == calls
+        with ended_in(model.norm_out, 3, KeyboardInterrupt):
+            tiny(LONGER)
+    assert torch.equal(tiny(LONGER), native)

@@ -45,11 +45,8 @@ EIGHT_BIT = 0.03
             "topk and policy given with mode",
         ),
         ({"mode": "manual", "topk": "0.5"}, "topk is .*; (it takes|give)"),
-        ({"start_percent": None}, "start_percent is .*; (it takes|give)"),
         ({"min_tokens": -1}, "min_tokens is .*; it takes"),
-        ({"min_tokens": None}, "min_tokens is .*; it takes"),
         ({"dense_blocks": [0, 1]}, "dense_blocks is .*; give"),
-        ({"exact_dense": "no"}, "exact_dense is .*; (it takes|give)"),
     ],
 )
 def test_wrong_arguments_are_named(given: dict[str, Any], sentence: str) -> None:

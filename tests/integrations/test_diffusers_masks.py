@@ -29,11 +29,6 @@ pytestmark = pytest.mark.usefixtures("reference_allowed", "no_mode_left")
 TOKENS, EIGHT_BIT = 320, 0.03
 PLACES = torch.arange(TOKENS)
 MANUAL: dict[str, Any] = {"min_tokens": 100, "start_percent": 0.0, "topk": 1.0}
-WRITES: dict[str, Callable[[Tensor, Tensor], Any]] = {
-    "in place": lambda mask, new: mask.copy_(new),
-    ".data": lambda mask, new: mask.data.copy_(new),
-    "NumPy": lambda mask, new: np.copyto(mask.numpy(), new.numpy()),
-}
 #: Forms of a padding mask, of (TOKENS).
 FORMS: dict[str, Callable[[Tensor], Tensor]] = {
     "row": lambda real: real[None, None, None].clone(),
@@ -49,15 +44,15 @@ class Masked(torch.nn.Module):
         def forward(self, x: Tensor, mask: Tensor) -> Tensor:
             return functional.scaled_dot_product_attention(x, x, x, mask)
 
-    def __init__(self, masks: list[Tensor], write: Callable[[Tensor, Tensor], Any]) -> None:
+    def __init__(self, masks: list[Tensor]) -> None:
         super().__init__()
         self.transformer_blocks = torch.nn.ModuleList(self.Block() for _ in masks)
-        self.masks, self.write, self.mask = masks, write, masks[0].clone()
+        self.masks, self.mask = masks, masks[0].clone()
 
     def forward(self, hidden_states: Tensor, timestep: Tensor) -> Tensor:
         outs = []
         for block, mask in zip(self.transformer_blocks, self.masks, strict=True):
-            self.write(self.mask, mask)
+            np.copyto(self.mask.numpy(), mask.numpy())  # of which PyTorch does not know
             outs.append(block(hidden_states, self.mask))
         return torch.stack(outs)
 
@@ -73,13 +68,12 @@ def loop(model: Any, steps: int = 2, **given: Any) -> tuple[list[Tensor], Any]:
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("form", FORMS)
-def test_a_mask_that_each_block_fills_anew_is_read_anew(form: str, write: str, mode: Any) -> None:
+def test_a_mask_that_each_block_fills_anew_is_read_anew(form: str, mode: Any) -> None:
     """It is of one entry, for the whole batch."""
     reals = [PLACES < 250, PLACES >= 30, PLACES >= 0, PLACES % 3 > 0]
     with mode():
-        model = Masked([FORMS[form](real) for real in reals], WRITES[write])
+        model = Masked([FORMS[form](real) for real in reals])
         hidden = drawn(2, 2, TOKENS, 64, seed=1).float()
         native = model(hidden, torch.ones(1))
         outs, counts = loop(model, hidden_states=hidden)
@@ -98,7 +92,7 @@ def test_other_masks_of_queries_and_keys_stay_native() -> None:
     rows = torch.cat([FORMS["row"](PLACES < 200), FORMS["row"](PLACES < 100)], 1)
     weights = torch.zeros(1, 1, TOKENS, TOKENS), padding.float()  # Chroma adds the latter
     for mask in (causal, shifted, swapped, of_one_head, rows, *weights):
-        model = Masked([mask], WRITES["in place"])
+        model = Masked([mask])
         hidden = drawn(1, 2, TOKENS, 64, seed=1).float()
         native = model(hidden, torch.ones(1))
         outs, counts = loop(model, hidden_states=hidden)

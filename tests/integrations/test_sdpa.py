@@ -228,21 +228,12 @@ def test_a_mask_that_is_filled_anew_is_read_anew(
             WRITES[write](mask, FORMS[form](real))
             out = functional.scaled_dot_product_attention(q, k, v, mask)
             assert rel_l2(out, exact_attention(q, k, v, mask)) < EIGHT_BITS
-    assert (stats.sparse_calls, stats.exact_calls) == (len(paddings), 0)
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("write", WRITES)
-def test_a_mask_that_becomes_more_than_padding_is_torchs(make_qkv, write: str, mode: Any) -> None:
-    q, k, v = (x.float() for x in make_qkv(2, 4, TOKENS))
-    with mode(), sparge.sdpa(WHOLE, 128) as stats:
-        mask = FORMS["added"](REAL)
-        for real, is_sparse in ((REAL, True), (REAL * 0.5, False), (REAL.flip(1), True)):
-            WRITES[write](mask, FORMS["added"](real) if is_sparse else real[:, None, None])
+        assert (stats.sparse_calls, stats.exact_calls) == (len(paddings), 0)
+        if form == "added":
+            WRITES[write](mask, 0.5 * REAL[:, None, None])
             out = functional.scaled_dot_product_attention(q, k, v, mask)
-            exact = exact_attention(q, k, v, mask)
-            assert torch.equal(out, exact) != is_sparse and rel_l2(out, exact) < EIGHT_BITS
-    assert stats.sparse_calls == 2 and "weighs keys" in next(iter(stats.reasons))
+            assert torch.equal(out, exact_attention(q, k, v, mask)), "more than padding"
+            assert "weighs keys" in next(iter(stats.reasons))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -265,15 +256,6 @@ def test_the_host_waits_once_for_a_mask_whose_changes_show(
         assert len(reads) == waits and stats.sparse_calls == 3
         functional.scaled_dot_product_attention(q, k, v, mask.logical_not_())
     assert len(reads) == 2 * waits
-
-
-def test_two_dimensions_are_queries_and_keys_to_torch() -> None:
-    """To `key_padding` they are batch and keys."""
-    square = torch.ones(2, TOKENS, dtype=torch.bool)
-    square[1, 7:] = False
-    assert sparge.key_padding(square).key_lengths is not None
-    with pytest.raises(sparge.Unsupported, match="hides other keys"):
-        padding.torch_mask_padding(square)
 
 
 def test_masks_that_nobody_can_read_while_a_cuda_graph_is_captured(make_qkv, monkeypatch) -> None:

@@ -112,11 +112,6 @@ def reference_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPARGE_REFERENCE", "1")
 
 
-@pytest.fixture
-def reference_forbidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("SPARGE_REFERENCE", raising=False)
-
-
 class Flow:
     """A model sampling whose sigma falls from 1 to 0 in proportion to the percent."""
 
@@ -130,14 +125,11 @@ class Patcher:
     def __init__(self, diffusion_model: Any = None) -> None:
         self.model_options: dict[str, Any] = {"transformer_options": {}}
         self.wrappers: dict[str, dict[str, list[Any]]] = {}
-        self.patches: dict[str, list[Any]] = {}
-        self.backup: dict[str, Any] = {}
         self.load_device = torch.device("cpu")
         self.model = SimpleNamespace(diffusion_model=diffusion_model or torch.nn.Module())
 
     def clone(self) -> Patcher:
         other = Patcher(self.model.diffusion_model)
-        other.patches = dict(self.patches)
         other.model_options = {"transformer_options": dict(self.transformer_options)}
         other.wrappers = {
             point: {key: list(value) for key, value in keys.items()}
@@ -163,15 +155,11 @@ class Patcher:
         return Flow()
 
 
-class Executor:
+def executor(class_obj: Any, function: Any) -> Any:
     """Executor that a wrapper is handed: calls on, and knows whom it wraps."""
-
-    def __init__(self, class_obj: Any, function: Any) -> None:
-        self.class_obj = class_obj
-        self._function = function
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._function(*args, **kwargs)
+    made = functools.partial(function)
+    setattr(made, "class_obj", class_obj)  # noqa: B010
+    return made
 
 
 class Session:
@@ -231,7 +219,7 @@ class Session:
     def _wrapped(self, point: str, class_obj: Any, function: Any) -> Any:
         for keyed in self.patcher.wrappers.get(point, {}).values():
             for wrapper in keyed:
-                function = functools.partial(wrapper, Executor(class_obj, function))
+                function = functools.partial(wrapper, executor(class_obj, function))
         return function
 
 

@@ -3,20 +3,18 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
-from collections import Counter
+import copy
+import itertools
 from contextlib import contextmanager
 
 import pytest
 import torch
 
-from tests.nodes.parts import BLOCKS, HEADS, TOKENS, network
+from tests.nodes.parts import BLOCKS, HEADS, LATENT, TOKENS, network
 
 pytestmark = pytest.mark.usefixtures("reference_allowed")
 
 DENSE_THEN_SPARSE = [1.0, 0.9, 0.7, 0.6, 0.5]
-AUTO = {"mode": "auto quality"}
 
 
 @pytest.fixture
@@ -74,14 +72,13 @@ def test_calls_for_one_head_at_a_time(sampled, generator, mode, start):
 
 
 @pytest.mark.parametrize("mode", ["manual", "auto quality"])
-@pytest.mark.parametrize("chunks", [1, HEADS])
 def test_what_other_calls_do_without_is_allocated_untracked(
-    load_pack, sampled, generator, monkeypatch, chunks, mode
+    load_pack, sampled, step, monkeypatch, mode
 ):
-    """A look at a result, and counters of rows that nobody expected; and few calls stop the
-    recording of allocations."""
-    inside, entered, made = [], [], Counter()
-    clip = torch.randn(1, TOKENS, HEADS * 64, generator=generator)
+    """Each layer is measured once, and few calls more stop the recording of allocations."""
+    inside, entered, measured = [], [], []
+    heads = load_pack("sparge.session.heads")
+    measure = heads.measure
 
     @contextmanager
     def context():
@@ -90,38 +87,46 @@ def test_what_other_calls_do_without_is_allocated_untracked(
         yield
         inside.pop()
 
-    def noted(record, name, value):
-        if value is not None and name in ("pairs", "_nan"):
-            made[name, bool(inside)] += 1
-        object.__setattr__(record, name, value)
+    def noted(*args, **kwargs):
+        measured.append(bool(inside))
+        return measure(*args, **kwargs)
 
-    def step(attend):
-        for part in 10 * BLOCKS * clip.chunk(chunks, 2):
-            attend(part, part, part, HEADS // chunks)
-
-    monkeypatch.setattr(load_pack("sparge.session.report").PassRecord, "__setattr__", noted)
+    monkeypatch.setattr(heads, "measure", noted)
     monkeypatch.setattr(load_pack("nodes.run"), "untracked_allocations", context)
-    auto, model = mode != "manual", network(blocks=range(10 * BLOCKS))
-    got = sampled(step, [0.9, 0.5] if auto else [0.5], model, mode=mode)
-    assert got.counts.sparse == 10 * BLOCKS * chunks
-    growths = {} if auto or chunks == 1 else {("pairs", True): 1}  # dense steps tell the rows
-    assert made == {("pairs", False): 1, ("_nan", True): 1} | growths
-    assert len(entered) - auto * 10 * BLOCKS * chunks < 10, "each layer is measured once"
+    sampled(lambda attend: [step(attend) for _ in range(10)], [0.9, 0.5], mode=mode)
+    layers = 10 * BLOCKS if mode != "manual" else 0
+    assert all(measured) and bool(measured) == (layers > 0)
+    assert len(entered) - layers < 10
 
 
-def test_the_result_of_a_run_holds_nothing_of_it(sampled, step, runs):
-    got = sampled(step, DENSE_THEN_SPARSE, **AUTO)
-    report, run = got.last, weakref.ref(got.run)
-    del got
-    runs.clear()
-    gc.collect()
-    assert run() is None
-    found = report.densities
-    assert found.by_step.shape == (BLOCKS, len(DENSE_THEN_SPARSE))
-    assert (found.by_step[:, :2] == 1).all()
-    assert found.of_sparse_calls == pytest.approx(float(found.by_step[:, 2:].mean()))
-    (heads,) = report.heads
-    assert list(heads.layers) == list(range(BLOCKS))
-    torch.testing.assert_close(heads.density.mean(1), found.by_step[:, 2:].mean(1))
-    assert report.error == pytest.approx(float((heads.expected * heads.weight).mean()))
-    assert 0 < report.error <= 0.06, "blocks are large beside so few tokens"
+@pytest.mark.parametrize(("arch", "given"), [("sm_89", 15.0), ("sm_90a", 50.0)])
+def test_pvthreshd_is_left_out_where_it_saves_no_time(
+    load_pack, sampled, step, asked, monkeypatch, arch, given
+):
+    capability = load_pack("sparge.kernels").Capability(True, "", arch)
+    schedule = load_pack("sparge.session.schedule")
+    monkeypatch.setattr(schedule, "capabilities", lambda device: capability)
+    got = sampled(step, [0.9, 0.6], pvthreshd=15.0)
+    assert {call.policy.pvthreshd for call in asked} == {given}
+    assert got.counts.filter_left_out == (given != 15.0)
+
+
+def test_a_second_model_of_a_guider_is_measured_by_itself(session, patch, runs, step):
+    """ComfyUI's DualModelGuider runs it with the options of the one that is sampled."""
+    sampling = session(patch(mode="auto quality"), LATENT)
+    first = sampling.model
+    second = type(first)(diffusion_model=copy.deepcopy(first.diffusion_model))
+    models = itertools.cycle([second, first])
+
+    def in_turn(attend):
+        sampling.model = next(models)  # of the pass that follows
+        return step(attend)
+
+    sampling.sample(in_turn, [1.0, 0.9, 0.7], conditionings=([0], [0]))
+    ((run, _),) = runs
+    assert [heads.sparse_rows for heads in run.heads.by_shape.values()] == [{*range(BLOCKS)}] * 2
+    (note, *_) = run.report().notes
+    assert note.startswith("the guider runs a second model") and note.endswith("measured apart")
+    other = object()  # a copy on another device is none
+    assert run.which(other, torch.device("meta")) == run.which(first, run._device) == 0
+    assert run.which(other, run._device) == id(other)

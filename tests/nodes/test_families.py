@@ -207,11 +207,6 @@ def test_what_stands_beside_the_grid(families, case):
     assert layout.exact_tokens(tokens.tokens) == (tokens.prefix, tokens.suffix)
 
 
-def test_reference_images_are_no_text(families):
-    layout = families.token_layout(model("Flux", **SQUARE), (1, 16, 128, 128))
-    assert layout.exact_tokens(512 + 4096 + 1024, references=1024) == (512, 0)
-
-
 def test_an_image_to_edit_on_the_right_of_the_picture(families):
     """HiDream's."""
     given = {"image_cond": latent(16, 20), "encoder_hidden_states_llama3": torch.zeros(1, 9, 5, 8)}
@@ -233,29 +228,6 @@ def test_what_has_no_grid(families):
     assert (layout.family, layout.grid, layout.blocks) == ("Novelty", None, None)
     assert layout.exact_tokens(5000) == (0, 0)
     assert families.token_layout(model("LTXBaseModel"), (1, 8, 100)).grid is None, "sound"
-
-
-def test_the_grid_is_known_in_a_sequence_of_other_tokens(families):
-    """It is known where no text stands around it; tokens that nobody expected come last."""
-    wan = families.token_layout(model("WanModel", **WAN), VIDEO)
-    assert wan.sequence(320) is wan.tokens
-    assert wan.sequence(361) == replace(wan.tokens, tail=41)
-    assert wan.sequence(319) is None
-    flux = families.token_layout(model("Flux", **SQUARE), IMAGE)
-    assert flux.sequence(81) is None and flux.exact_tokens(81) == (1, 0), "it may be text"
-
-
-def test_text_without_its_padding_leaves_the_picture_on_its_grid(families):
-    """As the real tokens of a padded prompt attend among themselves."""
-    for name, end in (
-        ("QwenImageTransformer2DModel", "prefix"),
-        ("LensTransformer2DModel", "suffix"),
-    ):
-        layout = families.token_layout(model(name, **SQUARE), IMAGE, torch.zeros(1, 30, 8))
-        whole = layout.tokens.tokens
-        assert layout.sequence(whole - 10) == replace(layout.tokens, **{end: 20})
-        assert layout.sequence(whole - 30) == replace(layout.tokens, **{end: 0})
-        assert layout.sequence(whole - 31) is None
 
 
 def test_a_guide_that_lost_tokens_leaves_the_clip_on_its_grid(families):
@@ -290,18 +262,6 @@ def test_the_refiners_of_omnigen2_have_grids_of_their_own(families):
         6,
         24,
     )
-
-
-def test_each_call_of_a_layer_has_a_row(families):
-    """However many there are: a control of VACE, some heads at a time, or one of a refiner."""
-    lists = {"context_refiner": [0] * 2, "noise_refiner": [0] * 2}
-    layout = families.token_layout(
-        model("NextDiT", layers=[0] * 30, **Z_IMAGE | lists), (1, 16, 16, 20)
-    )
-    numbered = [layout.row(block, call) for call in range(60) for block in range(30)]
-    rows = [*numbered, *(layout.refiner_row(refiner) for refiner in range(4))]
-    assert len(rows) == len(set(rows)), "none has that of another"
-    assert numbered[:30] == [*range(30)] and layout.rows == 34
 
 
 def test_heads_are_known_before_a_call(families):

@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import functools
-import gc
 import threading
-import weakref
 
 import pytest
 import torch
@@ -154,15 +152,16 @@ def test_a_dense_path_that_leads_back_ends(run):
     assert (counts.sparse, counts.calls) == (1, 8)
 
 
-def test_nothing_outlives_a_run(run, runs):
+def test_a_run_leaves_the_options_as_they_were(run):
     before = []
     got = run(prepared=lambda patched: before.append(dict(patched.transformer_options)))
     assert got.options == before[0] == got.patched.transformer_options
-    run_of_it = weakref.ref(got.run)
-    del got
-    runs.clear()
-    gc.collect()
-    assert run_of_it() is None
+
+
+def test_comfyuis_own_sparse_node_on_the_same_model_is_named(run):
+    callbacks = {"on_prepare_state": {"block_sparse_attention": [print]}}
+    got = run(prepared=lambda patched: patched.transformer_options.update(callbacks=callbacks))
+    assert "Model Sparse Attention is on the same model" in got.line
 
 
 def test_an_error_passes_through_and_is_reported(session, patch, runs):
@@ -221,7 +220,8 @@ def test_one_forward_at_a_time_waits_for_the_gpu(patch, session, step, monkeypat
         assert len(reads) == 2
 
 
-def test_without_a_gpu_everything_stays_dense_and_the_line_says_why(run, reference_forbidden):
+def test_without_a_gpu_everything_stays_dense_and_the_line_says_why(run, monkeypatch):
+    monkeypatch.delenv("SPARGE_REFERENCE")
     got = run()
     assert (got.counts.sparse, got.counts.dense) == (0, 3)
     assert "NOTHING WAS SPARSE" in got.line and "NVIDIA" in got.line

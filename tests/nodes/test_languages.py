@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,9 +26,6 @@ def texts_below(tree: dict[str, Any], place: Place = ()) -> Iterator[tuple[Place
 
 
 TEXTS = dict(texts_below(TABLE))
-SENTENCES = {
-    place: texts for place, texts in TEXTS.items() if place[-1] in ("tooltip", "description")
-}
 
 
 @pytest.fixture(scope="module")
@@ -83,36 +79,3 @@ def test_every_text_of_every_node_is_in_every_language(english) -> None:
     nodes = {node for node, *_ in english}
     unknown = [place for place in TEXTS if place[0] in nodes and place not in english]
     assert unknown == [], "no node has these: remove them from the table, or name them anew"
-
-
-NUMBER = re.compile(r"\d+(?:\.\d+)?")
-
-
-def names(schemas: list[Any]) -> set[str]:
-    """Names that a text keeps in English: options, nodes, and widgets not named by a plain word."""
-    found = {schema.display_name.split(" (")[0] for schema in schemas}
-    for schema in schemas:
-        for _, each in widgets(schema):
-            found |= {getattr(option, "key", option) for option in getattr(each, "options", [])}
-            found |= {each.id} if re.search("_|threshd", each.id) else set()
-    return found
-
-
-def test_numbers_and_names_are_those_of_the_english_text(schemas, english) -> None:
-    kept = {name: re.compile(rf"(?<![A-Za-z_]){name}(?![A-Za-z_])") for name in names(schemas)}
-    for place, said in english.items():
-        if place not in SENTENCES:
-            continue
-        for language, text in SENTENCES[place].items():
-            where = (language, place)
-            assert set(NUMBER.findall(text)) == set(NUMBER.findall(said)), where
-            lost = [
-                name for name, word in kept.items() if word.search(said) and not word.search(text)
-            ]
-            assert lost == [], where
-
-
-def test_texts_have_nothing_that_the_frontend_would_take_for_a_command() -> None:
-    """Its messages have variables in braces, links after @ and plurals after |."""
-    said = [text for texts in TEXTS.values() for text in texts.values()]
-    assert [text for text in said if re.search(r"[{}@|\n]|  |^\s|\s$", text)] == []

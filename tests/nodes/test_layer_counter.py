@@ -84,16 +84,6 @@ def test_the_picture_alone_attends_a_second_time_in_a_layer_of_sd35_medium(count
     assert not any(layer.beside for layer in layers)
 
 
-def test_calls_that_are_counted(ltx):
-    grid = ltx.layout.grid_tokens
-    layers = [ltx.next({}, n, HEADS) for n in (10, grid, 10, grid)]
-    assert [layer.number for layer in layers] == [0, 0, 0, 1]
-    assert [layer.beside for layer in layers] == [True, False, True, False]
-    assert [layers[i].row for i in (1, 3)] == [0, 1]
-    assert layers[2].row == 5, "where it disturbs no block's"
-    assert ltx.peek({}).number == 1
-
-
 @pytest.mark.parametrize("chunks", [[14] * 4, [12, *4 * [11]]], ids=["alike", "not alike"])
 def test_calls_for_some_heads_at_a_time_are_of_one_layer(counter, chunks):
     """A node that saves memory makes such calls in MiniMax H3, which publishes no block."""

@@ -16,41 +16,26 @@ NAN, INF = (f"the model gave {x} here, without Sparge Attention's doing" for x i
 SIGMAS = [1.0, 0.9, 0.7, 0.6, 0.5]
 
 
-def nan_of_a_weight(q, k, v):
-    v[..., 5] = torch.nan
-
-
-def inf_of_a_weight(q, k, v):
-    v[..., 5] = torch.inf
-
-
-def nan_in_one_key(q, k, v):
-    k[0, 17, 3] = torch.nan
-
-
-def nan_in_one_query(q, k, v):
-    """A row that need not be among those measured."""
-    q[0, 200, 3] = torch.nan
-
-
-def nothing(q, k, v):
-    """The model gives finite numbers."""
+#: What is spoiled: q, k or v, a place in it, and by what. A row of queries need not be among those
+#: measured.
+WEIGHT, KEY, QUERY = (2, (..., 5)), (1, (0, 17, 3)), (0, (0, 200, 3))
 
 
 @pytest.fixture
 def told(sampled, generator):
-    """told(spoil, which, first, **widgets): a run whose layers of these numbers are spoiled from
-    that pass on. Layers hand nothing on to each other."""
+    """told(place, value, which, first, **widgets): a run whose layers of these numbers are spoiled
+    from that pass on. Layers hand nothing on to each other."""
     layers = torch.randn(BLOCKS, 3, 1, TOKENS, HEADS * 64, generator=generator)
 
-    def run(spoil, which=range(BLOCKS), first=0, **widgets):
+    def run(place, value, which=range(BLOCKS), first=0, **widgets):
         passes = iter(range(100))
 
         def step(attend):
             number = next(passes)
             for layer, operands in enumerate(layers.clone()):
                 if layer in which and number >= first:
-                    spoil(*operands)
+                    operand, at = place
+                    operands[operand][at] = value
                 attend(*operands, HEADS)
 
         return sampled(step, SIGMAS, **{"mode": "auto quality"} | widgets)
@@ -60,10 +45,11 @@ def told(sampled, generator):
 
 @pytest.mark.parametrize("mode", ["auto quality", "auto budget"])
 @pytest.mark.parametrize(
-    ("spoil", "why"), [(nan_of_a_weight, NAN), (inf_of_a_weight, INF), (nan_in_one_key, NAN)]
+    ("place", "value", "why"),
+    [(WEIGHT, torch.nan, NAN), (WEIGHT, torch.inf, INF), (KEY, torch.nan, NAN)],
 )
-def test_a_model_that_gives_none_but_those(told, spoil, why, mode):
-    got = told(spoil, mode=mode)
+def test_a_model_that_gives_none_but_those(told, place, value, why, mode):
+    got = told(place, value, mode=mode)
     assert got.counts.sparse == 0
     assert got.counts.reasons == {"before start_percent 0.2": 2 * BLOCKS, why: 3 * BLOCKS}
     assert f"{why} ({3 * BLOCKS})" in got.line and got.line in got.details
@@ -76,13 +62,14 @@ LAST = BLOCKS - 1
 
 @pytest.mark.parametrize("mode", ["manual", "auto quality"])
 @pytest.mark.parametrize(
-    "spoil", [nan_of_a_weight, inf_of_a_weight, nan_in_one_key, nan_in_one_query]
+    ("place", "value"),
+    [(WEIGHT, torch.nan), (WEIGHT, torch.inf), (KEY, torch.nan), (QUERY, torch.nan)],
 )
 @pytest.mark.parametrize("first", [2, 4], ids=["the first sparse step", "the last step"])
-def test_what_begins_in_a_sparse_step(load_pack, told, mode, spoil, first):
+def test_what_begins_in_a_sparse_step(load_pack, told, mode, place, value, first):
     """The last layer of each pass is looked at: a model hands on what its layers give. In 8 bits an
     infinity makes NaN."""
-    got = told(spoil, which=[LAST], first=first, mode=mode)
+    got = told(place, value, which=[LAST], first=first, mode=mode)
     assert got.counts.sparse == 3 * BLOCKS
     assert got.last.notes[0].startswith(f"NaN {SPARSE}") and got.line.count(SPARSE) == 1
     second = load_pack("sparge.session").verdict(got.last).split("\n")[1]

@@ -8,11 +8,25 @@ import pytest
 import torch
 
 from sparge.session.calls import DIFFERENT_NUMBERS
+from tests.nodes.conftest import backend as plain
 from tests.nodes.parts import EIGHT_BIT, HEADS, TOKENS, relative_error
 
 pytestmark = pytest.mark.usefixtures("reference_allowed")
 
 DIM = 64
+
+
+class LoaderTensor(torch.Tensor):
+    """Tensor like a GGUF loader's class, which allocates its own kind and takes a copy for a
+    waste.
+    """
+
+    def new_empty(self, *args, **kwargs):
+        raise AssertionError("the library allocates plain tensors")
+
+    def clone(self, *args, **kwargs):
+        return self
+
 
 FLAT = torch.randn(3, 2, TOKENS, HEADS * DIM, generator=torch.Generator().manual_seed(0))
 SPLIT = FLAT.unflatten(-1, (HEADS, DIM))
@@ -37,6 +51,15 @@ SHAPES = {
     "heads first, out too": (
         QH, KH, VH, {"skip_reshape": True, "skip_output_reshape": True}, True,
     ),
+    "fewer heads of keys": (Q, K[..., :DIM], V[..., :DIM], {}, True),
+    "fewer heads of keys, heads first": (
+        QH, KH[:, :1], VH[:, :1], {"skip_reshape": True, "enable_gqa": True}, True,
+    ),
+    "of a GGUF loader": (Q.as_subclass(LoaderTensor), K.as_subclass(LoaderTensor), V, {}, True),
+    "options that change nothing": (
+        Q, K, V, {"is_causal": False, "window": None, "low_precision_attention": True}, True,
+    ),
+    "a scale": (Q, K, V, {"scale": 0.3}, True),
     "v 4-D, out heads first": (Q, K, SPLIT[2], {"skip_output_reshape": True}, True),
     "q in tiles, as HyperTile": (Q.reshape(4, TOKENS // 2, -1), K, V, {}, True),
     "k and v 5-D": (
@@ -62,21 +85,10 @@ REFUSED_BY_COMFYUI = {
 }
 
 
-def plain(q, k, v, heads, mask=None, skip_reshape=False, skip_output_reshape=False, **kwargs):
-    """ComfyUI's own attention."""
-    if not skip_reshape:
-        assert q.ndim == 3
-        q, k, v = (x.reshape(len(q), -1, heads, DIM).transpose(1, 2) for x in (q, k, v))
-    if v.shape[1] != q.shape[1]:
-        v = v.expand(-1, q.shape[1], -1, -1)
-    out = torch.nn.functional.scaled_dot_product_attention(q, k, v)
-    return out if skip_output_reshape else out.transpose(1, 2).flatten(2)
-
-
 @pytest.fixture
-def outcome(sampled):
+def outcome(sampled, asked):
     """outcome(operands, flags, mode, backend): results of four steps, of which the first is before
-    the window, and the counts."""
+    the window, and the counts. The library gets views of operands, of no other class."""
 
     def of(operands, flags, mode, backend=plain):
         def step(attend):
@@ -87,6 +99,9 @@ def outcome(sampled):
             step, [1.0, 0.7, 0.6, 0.5], torch.nn.Module(), conditionings=([0],), mode=mode,
             min_tokens=0, topk=1.0,
         )  # fmt: skip
+        for call in asked:
+            assert [x.data_ptr() for x in call.tensors[:3]] == [x.data_ptr() for x in operands]
+            assert {type(x) for x in call.tensors} == {torch.Tensor}
         return got.given, got.counts
 
     return of

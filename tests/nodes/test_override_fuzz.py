@@ -2,7 +2,7 @@
 """Random chains of overrides around ours. What comes out is what comes out without our node:
 exactly where a node beneath ours changes attention, and within 8 bits elsewhere.
 
-    SPARGE_FUZZ_CASES=1000    so many runs instead of 6
+    SPARGE_FUZZ_CASES=1000    so many runs instead of 16
     SPARGE_FUZZ_SEED=1234     that run alone, as a failure names it
 """
 
@@ -21,7 +21,7 @@ from tests.nodes.parts import HEADS, TOKENS, relative_error
 
 pytestmark = pytest.mark.usefixtures("reference_allowed")
 
-KEY, CASES = "optimized_attention_override", 6
+KEY, CASES = "optimized_attention_override", 16
 LEVELS = [0.95 - 0.07 * step for step in range(12)]
 #: Steps until one layer is compared again, and all are.
 NOTICED = 5

@@ -79,24 +79,20 @@ def test_the_real_tokens_are_served_in_their_order(run, qkv, heads_first):
 
 
 @pytest.mark.parametrize(
-    ("mask", "model", "wanted"),
+    ("mask", "model", "batch", "wanted"),
     [
-        (padding(places=range(10)) == 0, None, (TOKENS - 10, [TEXT - 10, GRID])),
-        (padding(TEXT), None, (TOKENS, [TEXT, GRID])),
-        (padding(), network("Novelty"), (REAL + GRID, [])),
+        (padding(places=range(10)) == 0, None, [0], (TOKENS - 10, [TEXT - 10, GRID])),
+        (padding(TEXT), None, [0], (TOKENS, [TEXT, GRID])),
+        (padding()[None], None, [1, 0], (REAL + GRID, [REAL, GRID])),
+        (padding(), network("Novelty"), [0], (REAL + GRID, [])),
     ],
-    ids=["in front, of bools", "none hidden", "a model without a row has no order"],
+    ids=["in front, of bools", "none hidden", "one for both prompts", "a model without a row"],
 )
-def test_other_padding(run, qkv, mask, model, wanted):
-    got = run(mask, model=model)
+def test_other_padding(run, qkv, mask, model, batch, wanted):
+    """A model without a row has no order."""
+    got = run(mask, model=model, batch=batch)
     assert got.counts.sparse == 1 and got.asked == [wanted]
-    assert relative_error(got.given[0], masked(qkv, mask)) < EIGHT_BIT
-
-
-def test_one_mask_for_the_prompts_of_a_batch(run, qkv):
-    got = run(padding()[None], batch=(1, 0))
-    assert got.counts.sparse == 1 and got.asked == [(REAL + GRID, [REAL, GRID])]
-    expected = torch.cat([masked(qkv, padding())] * 2)
+    expected = torch.cat([masked(qkv, mask)] * len(batch))
     assert relative_error(got.given[0], expected) < EIGHT_BIT
 
 
@@ -134,24 +130,16 @@ def test_prompts_of_one_batch_that_are_padded_differently_stay_dense(load_pack, 
         assert relative_error(got.given[0], masked(both, mask)) < EIGHT_BIT
 
 
-#: Ways to fill a mask anew; PyTorch counts the first alone, and not in inference mode.
-WRITES = {
-    "in place": lambda mask, new: mask.copy_(new),
-    ".data": lambda mask, new: mask.data.copy_(new),
-    "NumPy": lambda mask, new: np.copyto(mask.numpy(), new.numpy()),
-}
-
-
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("write", WRITES)
-def test_a_mask_that_each_layer_and_step_fills_anew_is_read_anew(run, qkv, write, mode):
+def test_a_mask_that_each_layer_and_step_fills_anew_is_read_anew(run, qkv, mode):
+    """Here through NumPy, of which PyTorch does not know."""
     with mode():
         buffer, masks = padding(), [padding(REAL), padding(7), padding(TEXT), padding(33)]
 
         def step(attend):
             outs = []
             for mask in masks:
-                WRITES[write](buffer, mask)
+                np.copyto(buffer.numpy(), mask.numpy())
                 outs.append(attend(*qkv, HEADS, mask=buffer, **FLAGS))
             return outs
 

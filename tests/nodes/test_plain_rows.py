@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention as exact
 
+from tests.comfy.overrides import BACKENDS, MEANINGS, e4m3, gain, int8, temperature
 from tests.fuzz.data import Sizes, draw_values
 from tests.nodes.parts import relative_error
 
@@ -44,110 +46,55 @@ def excess(load_pack):
     return of
 
 
-def blocks(x, size, round_block):
-    return torch.cat([round_block(block) for block in x.split(size, 2)], 2)
+def called(override, q, k, v):
+    """Result of an override on the model's exact attention."""
+
+    def attend(q, k, v, heads, mask=None, **_):
+        return exact(q, k, v, mask)
+
+    options = {"skip_reshape": True, "transformer_options": {"cond_or_uncond": [0, 1]}}
+    return override(attend, q.clone(), k, v, HEADS, **options)
 
 
-def int8(block):
-    scale = block.abs().amax((-2, -1), keepdim=True).clamp_min(1e-20) / 127
-    return (block / scale).round() * scale
-
-
-def e4m3(x, scale):
-    return (x / scale).to(torch.float8_e4m3fn).float() * scale
-
-
-def sage(q, k, v, smooth=True, values=True):
-    """SageAttention's arithmetic: int8 by blocks, and values and weights in e4m3 or in float16."""
-    keys = k - k.mean(2, keepdim=True) if smooth else k
-    scores = blocks(q, 128, int8) @ blocks(keys, 64, int8).mT * q.shape[-1] ** -0.5
+def sage(attend, q, k, v, *_, **__):
+    """SageAttention's arithmetic: int8 by blocks, and values and weights in e4m3."""
+    scores = int8(q, 2) @ int8(k - k.mean(2, keepdim=True), 2).mT * q.shape[-1] ** -0.5
     weights = (scores - scores.amax(-1, keepdim=True)).exp()
     total = weights.sum(-1, keepdim=True)
-    if not values:
-        return weights.half().float() @ v.half().float() / total
-    return e4m3(weights, 1 / 448) @ e4m3(v, v.abs().amax(2, keepdim=True) / 448) / total
+    rounded = (448 * weights).to(torch.float8_e4m3fn).float() / 448
+    return rounded @ e4m3(v, 2) / total
 
 
-def in_dtype(dtype):
-    return lambda q, k, v: exact(*(x.to(dtype) for x in (q, k, v))).float()
-
-
-def scores_in_bfloat16(q, k, v):
+def scores_in_bfloat16(attend, q, k, v, *_, **__):
     """ComfyUI's split attention."""
     q, k, v = (x.bfloat16() for x in (q, k, v))
     return ((q @ k.mT * q.shape[-1] ** -0.5).softmax(-1) @ v).float()
 
 
-PLAIN = {
-    "exact": exact,
-    "float16": in_dtype(torch.float16),
-    "bfloat16": in_dtype(torch.bfloat16),
-    "scores in bfloat16": scores_in_bfloat16,
-    "int8 and e4m3": sage,
-    "int8 and float16": lambda q, k, v: sage(q, k, v, values=False),
-}
+PLAIN = BACKENDS | {"sage": sage, "scores in bfloat16": scores_in_bfloat16}
 
 
 @pytest.mark.parametrize("backend", PLAIN.values(), ids=PLAIN)
 def test_plain(excess, qkv, backend):
-    assert excess(*qkv, backend(*qkv)) < 0.9
+    assert excess(*qkv, called(backend, *qkv)) < 0.9
 
 
-def temperature(by, backend=exact):
-    return lambda q, k, v: backend(q * by, k, v)
-
-
-def gain(by, backend=exact):
-    return lambda q, k, v: backend(q, k, v) * by
-
-
-def in_part(changed, place):
-    def found(q, k, v):
-        out = exact(q, k, v)
-        out[place] = changed(q, k, v)[place]
-        return out
-
-    return found
-
-
-def with_further_keys(q, k, v):
-    return exact(q, torch.cat([k, k.roll(1, 1)], 2), torch.cat([v, 1.5 * v.roll(1, 1)], 2))
-
-
-def biased(first, last, queries, by):
-    def found(q, k, v):
-        bias = torch.zeros(TOKENS, TOKENS)
-        bias[:queries, first:last] = by
-        return exact(q, k, v, bias)
-
-    return found
-
-
-HEAD, ENTRY = (slice(None), 1), (1,)
-CHANGED = {
-    "gain 0.95": gain(0.95),
-    "gain 1.05": gain(1.05),
-    "gain 1.05 on int8": gain(1.05, sage),
-    "temperature 0.8": temperature(0.8),
-    "temperature 1.25": temperature(1.25),
-    "temperature 2": temperature(2.0),
-    "temperature 2 on int8": temperature(2.0, sage),
-    "further keys": with_further_keys,
-    "bias to text": biased(0, 77, TOKENS, 2.0),
-    "a region apart": biased(TOKENS // 2, TOKENS, TOKENS // 4, -math.inf),
-    "a gain of one head": in_part(gain(1.1), HEAD),
-    "a temperature of one head": in_part(temperature(2.0), HEAD),
-    "a gain of one prompt": in_part(gain(1.05), ENTRY),
-    "a temperature of one prompt": in_part(temperature(1.5), ENTRY),
-    "NaN": gain(math.nan),
+CHANGED = MEANINGS | {
+    "a little warmer": partial(temperature, by=0.8),
+    "a little colder": partial(temperature, by=1.25),
+    "a little less": partial(gain, by=0.95),
+    "a gain on 8 bits": lambda attend, *args, **kwargs: gain(
+        partial(sage, attend), *args, **kwargs
+    ),
+    "NaN": partial(gain, by=math.nan),
 }
 
 
-@pytest.mark.parametrize("override", CHANGED.values(), ids=CHANGED)
-def test_changed(excess, qkv, override):
+@pytest.mark.parametrize("meaning", CHANGED.values(), ids=CHANGED)
+def test_changed(excess, qkv, meaning):
     """What is not found is as small as the error of 8 bits: a weak temperature, of values that are
     nearly all alike."""
-    out = override(*qkv)
+    out = called(meaning, *qkv)
     assert excess(*qkv, out) > 1 or relative_error(out, exact(*qkv)) < 0.01
 
 

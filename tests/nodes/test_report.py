@@ -63,19 +63,19 @@ def published(load_pack, caplog):
         ),
         ({"sparse": 0, "reasons": {}, "passes": 0}, "NOTHING WAS SPARSE: the model did not", ""),
         ({"notes": ("remove one.",)}, "3 sparse", "; remove one"),
+        (
+            {"sparse": 0, "stopped": True},
+            "[Sparge] stopped before the first sparse step; Mochi",
+            "",
+        ),
     ],
-    ids=["reasons", "no call", "no pass", "a note"],
+    ids=["reasons", "no call", "no pass", "a note", "stopped"],
 )
 def test_what_the_user_has_to_know_is_a_warning(result, published, changes, words, end):
+    """Whoever stops a run is not warned."""
     record = published(result(**changes))
-    assert record.levelno == logging.WARNING
+    assert record.levelno == (logging.INFO if "stopped" in changes else logging.WARNING)
     assert words in record.message and record.message.endswith(end)
-
-
-def test_whoever_stops_a_run_is_not_warned(result, published):
-    record = published(result(sparse=0, stopped=True))
-    assert record.levelno == logging.INFO
-    assert record.message.startswith("[Sparge] stopped before the first sparse step; Mochi")
 
 
 def test_one_line_in_the_log_and_the_verdict_on_the_node(result, published, monkeypatch):

@@ -96,25 +96,9 @@ def test_names_order_and_defaults(inputs, mode, widgets):
     assert {each.id: each.options for each in widgets if hasattr(each, "options")} == COMBOS
 
 
-#: Words that people search for. ComfyUI puts nodes with the word in their name before those that
-#: have it as an alias, and of names that begin with the word the shortest first.
-SEARCHED = ["sparge", "sparse", "sage", "faster", "speed", "加速"]
-
-
-def test_a_search_finds_the_node_first(load_pack, node):
-    nodes = asyncio.run(load_pack("nodes").SpargeExtension().get_node_list())
-    schema, *others = (each.define_schema() for each in nodes)
-    names = f"{schema.node_id} {schema.display_name}".lower()
-    assert all(word in " ".join([names, *schema.search_aliases]) for word in SEARCHED)
-    assert all(word in names for word in ("sparge", "sparse", "sage"))
-    table = locales.table()
-    labels = table[schema.node_id]["display_name"].values()
+def test_each_name_has_the_words_that_people_search_for():
+    labels = locales.table()["SpargeAttention"]["display_name"].values()
     assert all(word in label.lower() for label in labels for word in ("sparge", "sparse", "sage"))
-    for other in others:
-        labels = table[other.node_id]["display_name"].values()
-        begins = [x for x in (other.node_id, other.display_name, *labels) if x.startswith("Sparge")]
-        assert min(map(len, begins)) > len(schema.node_id)
-        assert not set(SEARCHED[1:]) & set(other.search_aliases)
 
 
 BUDGET = {"mode": "auto budget", "topk": 0.2}
@@ -140,12 +124,6 @@ def test_flat_and_nested_names_mean_the_same(load_pack, patch, given, meant):
     assert found == wanted
 
 
-def test_every_tooltip_says_which_way_is_faster_and_which_is_truer(inputs, widgets):
-    for each in [*inputs, *widgets]:
-        assert "faster" in each.tooltip.lower() and "truer" in each.tooltip, each.id
-        assert len(each.tooltip) < 250, each.id
-
-
 def test_the_qualities_are_told_with_their_targets(load_pack, widgets):
     qualities = load_pack("sparge.session").QUALITIES
     assert qualities == TARGETS, "which the benchmark judges"
@@ -155,11 +133,19 @@ def test_the_qualities_are_told_with_their_targets(load_pack, widgets):
         assert f"{name} {100 * target:g} %" in widgets[0].tooltip
 
 
-def test_a_bad_block_list_is_refused_before_anything_runs(node):
-    assert node.validate_inputs(dense_blocks="0-2, -1") is True
-    assert "first" in node.validate_inputs(dense_blocks="first")
-    assert "give block numbers" in node.validate_inputs(dense_blocks=[0])
-    assert node.validate_inputs(dense_blocks=None) is True  # a linked input is not known yet
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("0-2, -1", None),
+        (None, None),  # a linked input is not known yet, and an API graph may have null
+        ("None", None),
+        ("first", "dense_blocks contains 'first'"),
+        ([0], "give block numbers"),
+    ],
+)
+def test_a_bad_block_list_is_refused_before_anything_runs(node, given, said):
+    found = node.validate_inputs(dense_blocks=given)
+    assert found is True if said is None else said in found
 
 
 @pytest.mark.parametrize(

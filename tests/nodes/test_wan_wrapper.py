@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 
+pytestmark = pytest.mark.usefixtures("reference_allowed")
+
 HEADS, WIDTH, BLOCKS, STEPS = 2, 128, 2, 3
 LATENT = (16, 4, 16, 16)
 TOKENS = 4 * 8 * 8
@@ -162,7 +164,6 @@ A_STEP = CONDITIONINGS * BLOCKS
 SPARSE_FROM_1 = (STEPS - 1) * A_STEP
 
 
-@pytest.mark.usefixtures("reference_allowed")
 def test_only_the_clone_of_the_node_is_sparse(model, sample, node, results) -> None:
     plain, other = model(), model()
     dense, of_other = sample(plain), sample(other)
@@ -188,7 +189,6 @@ def test_only_the_clone_of_the_node_is_sparse(model, sample, node, results) -> N
     assert torch.equal(sample(patched), sparse) and len(results) == 2
 
 
-@pytest.mark.usefixtures("reference_allowed")
 def test_the_attention_mode_of_the_loader_serves_the_rest(model, sample, node, results) -> None:
     plain = model("sageattn")
     sample(node(plain, start_step=1))
@@ -198,7 +198,6 @@ def test_the_attention_mode_of_the_loader_serves_the_rest(model, sample, node, r
     assert kinds.count("cross") == STEPS * CONDITIONINGS * BLOCKS
 
 
-@pytest.mark.usefixtures("reference_allowed")
 def test_blocks_that_are_compiled_anew_in_each_run(model, sample, node, results) -> None:
     plain = model()
     expected = sample(node(plain, start_step=1))
@@ -211,7 +210,6 @@ def test_blocks_that_are_compiled_anew_in_each_run(model, sample, node, results)
     torch._dynamo.reset()
 
 
-@pytest.mark.usefixtures("reference_allowed")
 @pytest.mark.parametrize("options_of", [dict, copy.deepcopy])
 def test_a_node_behind_the_clone_takes_the_gate_along(
     model, sample, node, results, options_of
@@ -227,7 +225,6 @@ def test_a_node_behind_the_clone_takes_the_gate_along(
     assert results[0].counts.sparse == SPARSE_FROM_1
 
 
-@pytest.mark.usefixtures("reference_allowed")
 def test_of_two_nodes_the_last_one_counts(model, sample, node, results) -> None:
     plain = model()
     sample(node(node(plain, start_step=0), start_step=2))
@@ -239,7 +236,6 @@ class Cancelled(BaseException):
     """As ComfyUI's: no Exception."""
 
 
-@pytest.mark.usefixtures("reference_allowed")
 @pytest.mark.parametrize("error", [RuntimeError, Cancelled])
 def test_a_run_that_ends_early_leaves_nothing_behind(model, sample, node, results, error) -> None:
     plain = model()
@@ -256,7 +252,6 @@ def test_a_run_that_ends_early_leaves_nothing_behind(model, sample, node, result
     assert torch.equal(sample(plain), dense)
 
 
-@pytest.mark.usefixtures("reference_allowed")
 @pytest.mark.parametrize(
     ("start", "told"),
     [
@@ -273,8 +268,8 @@ def test_a_node_that_sets_another_mode_is_told(
     assert load_pack("sparge.session").verdict(results[0]) == told
 
 
-@pytest.mark.usefixtures("reference_forbidden")
 def test_without_kernels_the_model_is_handed_on(load_pack, model, node, monkeypatch) -> None:
+    monkeypatch.delenv("SPARGE_REFERENCE")
     told: list[str] = []
     module = load_pack("nodes.sparge_wan_wrapper")
     monkeypatch.setattr(module.comfyui, "show_on_node", lambda node_id, text: told.append(text))
