@@ -5,7 +5,6 @@ says it once."""
 from __future__ import annotations
 
 import logging
-import sys
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ import sparge
 from sparge import torch_attention
 from sparge.kernels import DriverError
 from sparge.kernels.warmup import KERNEL_DID_NOT_COMPILE, KERNEL_DID_NOT_LOAD
+from sparge.stages import on_reference
 
 pytestmark = pytest.mark.usefixtures("reference_allowed", "no_mode_left")
 
@@ -33,7 +33,7 @@ def reason(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     def run(*_: Any, **__: Any) -> None:
         raise ERRORS[request.param]
 
-    monkeypatch.setattr(sys.modules["sparge.attention"], "run", run)
+    monkeypatch.setattr(on_reference, "attend", run)
     monkeypatch.setattr(torch_attention, "_given_up", {})
     return request.param
 
