@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 
 from .call import CheckedCall, check_call, check_gradients
 from .checks.validate import Alignment
+from .compiling import transform_level
 from .head_settings import HeadSettings
 from .kernels import capabilities
 from .order.grid import TokenOrder
@@ -31,7 +32,6 @@ _MAYBE_TENSOR = (*_TENSOR, NoneType)
 _BYTES = (torch.bool, torch.uint8, torch.int8)
 _DEFAULT = SparsePolicy()
 _dispatch_modes = torch._C._len_torch_dispatch_stack
-_transform = torch._C._functorch.maybe_current_level  # pyright: ignore[reportAttributeAccessIssue]
 _trace = torch._C._get_tracing_state
 
 
@@ -133,7 +133,7 @@ def attention(
     if (
         not torch.compiler.is_compiling()
         and _dispatch_modes() == 0
-        and _transform() is None
+        and transform_level() is None
         and _trace() is None
         and type(q) in _TENSOR
         and type(k) in _TENSOR

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from .compiling import transform_level
 from .errors import KernelBuildError
 from .kernels import DriverError, capabilities
 from .kernels.warmup import KERNEL_DID_NOT_COMPILE, KERNEL_DID_NOT_LOAD
@@ -111,7 +112,7 @@ def _why_machine_cannot(device: torch.device) -> str:
     """The CPU runs the reference, for whoever tries things out; another device without kernels has
     something better."""
     if not torch.compiler.is_compiling():
-        if _is_transformed():
+        if transform_level() is not None:
             return "torch.func or torch.vmap transforms the call"
         if device in _given_up:
             return _given_up[device]
@@ -123,11 +124,3 @@ def give_up(device: torch.device, error: KernelBuildError | DriverError) -> str:
     logger.error("[Sparge] %s", error)
     loads = not isinstance(error, DriverError)
     return _given_up.setdefault(device, KERNEL_DID_NOT_COMPILE if loads else KERNEL_DID_NOT_LOAD)
-
-
-def _is_transformed() -> bool:
-    """Whether torch.func or torch.vmap transforms the code that asks; False where this version of
-    torch does not tell."""
-    functorch = getattr(torch._C, "_functorch", None)
-    level = getattr(functorch, "maybe_current_level", None)
-    return level is not None and level() is not None
