@@ -13,15 +13,25 @@ from sparge.errors import KernelBuildError
 from sparge.kernels.cubin import read_static_shared
 from sparge.kernels.params import PARAMS
 from sparge.kernels.source import read_sources
-from sparge.kernels.spec import ARCHS, RELEASE_ARCHS, Element, KernelSpec, all_specs, native_specs
+from sparge.kernels.spec import (
+    ARCHS,
+    RELEASE_ARCHS,
+    Element,
+    KernelSpec,
+    Source,
+    all_specs,
+    native_specs,
+)
 
 SPECS = [*(spec for arch in RELEASE_ARCHS for spec in all_specs(arch)), *native_specs("sm_90")]
 
 
 def has_twin(spec: KernelSpec) -> bool:
-    """Whether another kernel has its code: FP16 has that of BF16 but for the type, attend has less
-    without the PV filter than with it, and sm_86 and sm_100a share the sources of sm_80 and
-    sm_120a."""
+    """Whether another kernel has its code: FP16 has that of BF16 but for the type, quantize for any
+    type has that for one, attend has less without the PV filter than with it, and sm_86 and sm_100a
+    share the sources of sm_80 and sm_120a."""
+    if spec.source is not Source.ANY:
+        return True
     unfiltered = replace(spec, pv_filter=True) in SPECS and not spec.pv_filter
     less = spec.entry.startswith("attend") and unfiltered
     alike = spec.entry == "quantize" and spec.head_dim == 64  # as sm_120a has it; else not
