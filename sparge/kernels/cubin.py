@@ -34,10 +34,6 @@ class Cubin:
     image: bytes
     log: str
 
-    @property
-    def info(self) -> LaunchInfo:
-        return read_launch_info(self.image)
-
 
 def read_launch_info(image: bytes) -> LaunchInfo:
     """Read ``extern "C" __device__ const {uint32 threads, shared_bytes} launch_info``.
