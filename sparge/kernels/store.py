@@ -150,7 +150,6 @@ def read_entry(path: Path, spec: KernelSpec) -> Cubin | None:
 
 def write_entry(path: Path, cubin: Cubin, spec: KernelSpec) -> None:
     """Publish an entry; raises OSError when the folder cannot be written."""
-    make_folder(path.parent)
     facts = {
         "name": path.stem,
         "target": spec.arch,
