@@ -91,7 +91,7 @@ def _get_all(specs: Iterable[KernelSpec], index: int, progress: Progress | None)
     wanted = list(specs)
     if any((spec, index) not in _kernels for spec in wanted):
         _compile_in_processes(wanted)
-    if progress is None and all((spec, index) in _kernels for spec in wanted):
+    elif progress is None:
         return
     waiting, done = iter(wanted), 0
     workers = min(len(wanted), os.cpu_count() or 1) or 1
