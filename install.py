@@ -23,7 +23,6 @@ def prepare(index: int) -> None:
     import torch
 
     from sparge.kernels import capabilities, warm
-    from sparge.kernels.build import prepare as compile_ahead
 
     name = torch.cuda.get_device_name(index)
     capability = capabilities(index)
@@ -37,7 +36,6 @@ def prepare(index: int) -> None:
 
     say(f"GPU {index}, {name}: preparing the kernels for {capability.arch}")
     started = time.perf_counter()
-    compile_ahead(capability.arch)
     warm(index, progress=progress)
     say(f"GPU {index}, {name}: ready in {time.perf_counter() - started:.1f} s")
 

@@ -9,7 +9,6 @@ some of these calls in another meaning.
 
 from __future__ import annotations
 
-import logging
 from typing import Any, NamedTuple
 
 import torch
@@ -19,9 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from .compiling import transform_level
 from .errors import KernelBuildError
 from .kernels import DriverError, capabilities
-from .kernels.warmup import KERNEL_DID_NOT_COMPILE, KERNEL_DID_NOT_LOAD
-
-logger = logging.getLogger("sparge")
+from .kernels.warmup import why_no_kernel
 
 #: Function that `torch.nn.functional` had when the library was imported.
 TORCH_ATTENTION = scaled_dot_product_attention
@@ -121,6 +118,4 @@ def _why_machine_cannot(device: torch.device) -> str:
 
 def give_up(device: torch.device, error: KernelBuildError | DriverError) -> str:
     """Reason why calls on a device are exact from now on; the log says what is wrong."""
-    logger.error("[Sparge] %s", error)
-    loads = not isinstance(error, DriverError)
-    return _given_up.setdefault(device, KERNEL_DID_NOT_COMPILE if loads else KERNEL_DID_NOT_LOAD)
+    return _given_up.setdefault(device, why_no_kernel(error))

@@ -56,11 +56,11 @@ def test_only_kernels_of_the_call_are_asked_for_and_a_target_in_use_stays(gpu, m
     gpu.missing = {(HOPPER_ATTEND_16, "sm_90a")}
     sixteen_bit, (q, k, v) = SparsePolicy(precision=Precision.SIXTEEN_BIT), make_qkv()
     sparge.attention(q, k, v)
-    assert device._learn(0).arch == "sm_90a"
+    assert device.capabilities(0).arch == "sm_90a"
     gpu.launched.clear()
     with pytest.raises(KernelBuildError, match=HOPPER_ATTEND_16):
         sparge.attention(q, k, v, policy=sixteen_bit)
-    assert device._learn(0).arch == "sm_90a" and not gpu.launched
+    assert device.capabilities(0).arch == "sm_90a" and not gpu.launched
 
 
 def test_where_no_target_compiles_the_compiler_is_heard(gpu: PretendedGpu, make_qkv) -> None:
@@ -68,4 +68,4 @@ def test_where_no_target_compiles_the_compiler_is_heard(gpu: PretendedGpu, make_
     with pytest.raises(KernelBuildError, match="attend-sm_90-d64-int8_fp16") as caught:
         sparge.attention(*make_qkv())
     assert caught.value.log == "not today" and not gpu.launched
-    assert device._learn(0).usable and device._learn(0).arch == "sm_90"
+    assert device.capabilities(0).usable and device.capabilities(0).arch == "sm_90"

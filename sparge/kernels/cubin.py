@@ -34,10 +34,6 @@ class Cubin:
     image: bytes
     log: str
 
-    @property
-    def info(self) -> LaunchInfo:
-        return read_launch_info(self.image)
-
 
 def read_launch_info(image: bytes) -> LaunchInfo:
     """Read ``extern "C" __device__ const {uint32 threads, shared_bytes} launch_info``.
@@ -61,16 +57,16 @@ def read_sizes(image: bytes, entry: str) -> Structure | None:
 
 def read_static_shared(image: bytes, entry: str) -> int:
     """Bytes of shared memory that the kernel declares itself."""
-    for symbol in _symbols(image, f".nv.shared.{entry}".encode()):
+    for section, _ in _symbols(image, f".nv.shared.{entry}".encode()):
         kept = _KEPT if any(target >= _KEPT_FROM for target in _targets(image)) else 0
-        return max(0, symbol.section.size - kept)
+        return max(0, section.size - kept)
     return 0
 
 
 def _constant(image: bytes, name: str, kind: str, size: int) -> bytes:
-    for symbol in _symbols(image, name.encode()):
-        if symbol.section.kind != _NO_BITS:
-            at = symbol.section.offset + symbol.value
+    for section, offset in _symbols(image, name.encode()):
+        if section.kind != _NO_BITS:
+            at = section.offset + offset
             if at + size > len(image):
                 raise ValueError("the cubin is cut short")
             return image[at : at + size]
@@ -94,13 +90,6 @@ class _Section:
     link: int
 
 
-@dataclass(frozen=True)
-class _Symbol:
-    section: _Section
-    value: int
-    """Its offset in the section."""
-
-
 def _unpack(layout: str, image: bytes, at: int) -> tuple[int, ...]:
     if at + struct.calcsize(layout) > len(image):
         raise ValueError("the cubin is cut short")
@@ -121,8 +110,9 @@ def _sections(image: bytes) -> list[_Section]:
     return sections
 
 
-def _symbols(image: bytes, wanted: bytes) -> Iterator[_Symbol]:
-    """Each defined symbol called ``wanted``; ``launch_info`` is LOCAL, being ``const``."""
+def _symbols(image: bytes, wanted: bytes) -> Iterator[tuple[_Section, int]]:
+    """Section of each defined symbol called ``wanted``, and its offset there; ``launch_info`` is
+    LOCAL, being ``const``."""
     sections = _sections(image)
     for table in (section for section in sections if section.kind == _SYMBOL_TABLE):
         names = sections[table.link].offset
@@ -132,4 +122,4 @@ def _symbols(image: bytes, wanted: bytes) -> Iterator[_Symbol]:
             if image[start : start + len(wanted) + 1] == wanted + b"\0" and (
                 0 < section < len(sections)
             ):
-                yield _Symbol(sections[section], value)
+                yield sections[section], value

@@ -66,7 +66,10 @@ def capabilities(device: torch.device | str | int) -> Capability:
         if torch.version.hip:
             return _unusable(f"AMD GPUs (ROCm) are not supported: {_NVIDIA_ONLY}")
         index = cuda_index(place)
-        return _known.get(index) or _learn(index)
+        with _lock:
+            if index not in _known:
+                _known[index] = _ask_cuda(index)
+            return _known[index]
     except Exception as error:  # the promise is a reason, whatever a broken installation does
         return _unusable(f"The device {device} could not be examined: {error}")
 
@@ -120,13 +123,6 @@ def compiler() -> nvrtc.Nvrtc:
     """The NVRTC that fits this torch. Raises NvrtcNotFoundError."""
     built_for = torch.version.cuda
     return nvrtc.load(int(built_for.split(".")[0]) if built_for else None)
-
-
-def _learn(index: int) -> Capability:
-    with _lock:
-        if index not in _known:
-            _known[index] = _ask_cuda(index)
-        return _known[index]
 
 
 def _ask_cuda(index: int) -> Capability:

@@ -123,16 +123,21 @@ class Kernel:
             check(lib, "cuModuleLoadData", lib.cuModuleLoadData(byref(self._module), image))
             found = lib.cuModuleGetFunction(byref(self._function), self._module, entry.encode())
             check(lib, f"cuModuleGetFunction({entry})", found)
-            self._allow_shared(self.info.shared_bytes)
+        self.allow_shared(0)
         self._launch = lib.cuLaunchKernel
 
     def allow_shared(self, extra_shared: int) -> None:
         """Lets launches ask for so many bytes of dynamic shared memory beyond
         ``info.shared_bytes``. Raises DriverError."""
-        shared = self.info.shared_bytes + extra_shared
-        if shared > self._shared_allowed:
+        size = self.info.shared_bytes + extra_shared
+        with self._allowing:
+            if size <= self._shared_allowed:
+                return
+            # Sizes above 48 KiB must be asked for.
             with current(self._lib, self._context):
-                self._allow_shared(shared)
+                status = self._lib.cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED, size)
+                check(self._lib, f"cuFuncSetAttribute({size} bytes of shared memory)", status)
+            self._shared_allowed = size
 
     def launch(
         self, grid: tuple[int, int, int], pointer: int, extra_shared: int, stream: int
@@ -153,12 +158,3 @@ class Kernel:
                 status = self._launch(*arguments)
         if status:
             check(self._lib, "cuLaunchKernel", status)
-
-    def _allow_shared(self, size: int) -> None:
-        # Sizes above 48 KiB must be asked for.
-        with self._allowing:
-            if size <= self._shared_allowed:
-                return
-            status = self._lib.cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED, size)
-            check(self._lib, f"cuFuncSetAttribute({size} bytes of shared memory)", status)
-            self._shared_allowed = size

@@ -7,7 +7,6 @@ seconds for every kernel.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -19,24 +18,18 @@ def _enter(package: str, folder: Path) -> None:
     sys.modules[package] = module
 
 
-def main(arguments: list[str]) -> int:
+def main(csrc: str, out: str, library: str, spec_id: str) -> int:
+    """library: path of the NVRTC library."""
     from sparge.errors import KernelBuildError
-    from sparge.kernels.compile import NvrtcCompiler
     from sparge.kernels.nvrtc import Nvrtc
     from sparge.kernels.source import read_sources
     from sparge.kernels.spec import spec_from_id
     from sparge.kernels.store import Store
 
-    parser = argparse.ArgumentParser(prog="edge.py")
-    parser.add_argument("spec")
-    parser.add_argument("--csrc", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--nvrtc", type=Path, required=True)
-    chosen = parser.parse_args(arguments)
-    spec = spec_from_id(chosen.spec)
-    compiler = NvrtcCompiler(Nvrtc(chosen.nvrtc))
+    spec = spec_from_id(spec_id)
+    sources = read_sources(spec.entry, Path(csrc))
     try:
-        Store(chosen.out).get(spec, read_sources(spec.entry, chosen.csrc), compiler)
+        Store(Path(out)).get(spec, sources, Nvrtc(Path(library)))
     except KernelBuildError as error:
         print(error)
         return 1
@@ -44,7 +37,7 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    library = Path(__file__).resolve().parents[1]
-    _enter("sparge", library)
-    _enter("sparge.kernels", library / "kernels")
-    sys.exit(main(sys.argv[1:]))
+    package = Path(__file__).resolve().parents[1]
+    _enter("sparge", package)
+    _enter("sparge.kernels", package / "kernels")
+    sys.exit(main(*sys.argv[1:]))

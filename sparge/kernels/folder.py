@@ -64,39 +64,37 @@ def make_folder(folder: Path) -> None:
 
 def distrust(folder: Path) -> str:
     """Reason why other users could put code of theirs into ``folder``: the start of a sentence,
-    empty where they cannot, and where there is no folder yet.
-
-    On Windows always empty: it has no such modes, and closes a user's folders to others.
-    """
-    if not hasattr(os, "geteuid"):
-        return ""
+    empty where they cannot, and where there is no folder yet."""
     try:
         link, target = os.lstat(folder), os.stat(folder)
     except OSError:
         return ""  # whoever reads or writes there meets it again
     if not stat.S_ISDIR(target.st_mode):
         return ""
-    whose = next((s for s in (link, target) if s.st_uid != os.geteuid()), None)
-    if whose is not None:
-        return f"{folder} belongs to another user (uid {whose.st_uid})"
-    return f"other users may write to {folder}: run chmod go-w on it" if _open(target) else ""
+    if why := _belongs_to_another(link, folder) or _belongs_to_another(target, folder):
+        return why
+    why = _is_open(target, folder)
+    return f"{why}: run chmod go-w on it" if why else ""
 
 
-def _distrust_file(status: os.stat_result) -> str:
-    """Reason as `distrust` gives it for an open file, so that nobody can put another in its
-    place.
-    """
-    if not hasattr(os, "geteuid"):
+def _belongs_to_another(status: os.stat_result, name: object) -> str:
+    """Windows has no such owners and modes, and closes a user's folders to others."""
+    if not hasattr(os, "geteuid") or status.st_uid == os.geteuid():
         return ""
-    if status.st_uid != os.geteuid():
-        return f"it belongs to another user (uid {status.st_uid})"
-    return "other users may write to it" if _open(status) else ""
+    return f"{name} belongs to another user (uid {status.st_uid})"
+
+
+def _is_open(status: os.stat_result, name: object) -> str:
+    if not hasattr(os, "geteuid") or not status.st_mode & _WRITE_BY_OTHERS:
+        return ""
+    return f"other users may write to {name}"
 
 
 def read_file(path: Path) -> bytes:
     """Bytes of a file. Raises OSError, and ValueError where another user may write to it."""
     with path.open("rb") as file:
-        if why := _distrust_file(os.fstat(file.fileno())):
+        status = os.fstat(file.fileno())  # of the open file: nobody can put another in its place
+        if why := _belongs_to_another(status, "it") or _is_open(status, "it"):
             raise ValueError(why)
         return file.read()
 
@@ -116,7 +114,3 @@ def write_whole(path: Path, data: bytes) -> None:
     except BaseException:
         beside.unlink(missing_ok=True)
         raise
-
-
-def _open(status: os.stat_result) -> bool:
-    return bool(status.st_mode & _WRITE_BY_OTHERS)

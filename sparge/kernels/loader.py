@@ -17,14 +17,12 @@ import torch
 
 from ..errors import KernelBuildError, Unsupported
 from .build import build
-from .compile import NvrtcCompiler
 from .cubin import Cubin
 from .device import as_device, capabilities, compiler, cuda_index, pass_over, use
 from .driver import DriverError, Kernel
 from .folder import cache_folder
-from .graph import Job
 from .nvrtc import NvrtcNotFoundError
-from .source import find_csrc, read_sources
+from .source import read_sources
 from .spec import KernelSpec, native_specs
 from .store import Store
 
@@ -93,7 +91,7 @@ def _get_all(specs: Iterable[KernelSpec], index: int, progress: Progress | None)
     wanted = list(specs)
     if any((spec, index) not in _kernels for spec in wanted):
         _compile_in_processes(wanted)
-    if progress is None and all((spec, index) in _kernels for spec in wanted):
+    elif progress is None:
         return
     waiting, done = iter(wanted), 0
     workers = min(len(wanted), os.cpu_count() or 1) or 1
@@ -118,11 +116,16 @@ def _get_all(specs: Iterable[KernelSpec], index: int, progress: Progress | None)
 def _compile_in_processes(specs: Sequence[KernelSpec]) -> None:
     """Compiles into the cache what is not there, side by side where threads cannot. What fails is
     compiled once more, and told of, where it is loaded."""
-    folder, cores = cache_folder(), os.cpu_count() or 1
+    folder = cache_folder()
     with suppress(NvrtcNotFoundError, OSError, ImportError):
         nvrtc = compiler()
-        if nvrtc.version < _THREADS_FROM and folder and cores > 1 and sys.executable:
-            build(Job(tuple(specs), find_csrc(), folder.absolute(), NvrtcCompiler(nvrtc)), cores)
+        if (
+            nvrtc.version < _THREADS_FROM
+            and folder
+            and (os.cpu_count() or 1) > 1
+            and sys.executable
+        ):
+            build(specs, nvrtc, folder)
 
 
 def load_cubin(spec: KernelSpec, anew: bool = False) -> Cubin:
@@ -134,7 +137,7 @@ def load_cubin(spec: KernelSpec, anew: bool = False) -> Cubin:
         nvrtc = compiler()
     except NvrtcNotFoundError as error:
         raise KernelBuildError(str(error)) from None
-    return _store().get(spec, read_sources(spec.entry), NvrtcCompiler(nvrtc), anew)
+    return _store().get(spec, read_sources(spec.entry), nvrtc, anew)
 
 
 def _load(spec: KernelSpec, device_index: int) -> Kernel:

@@ -15,13 +15,12 @@ _INCLUDE = re.compile(r'^([ \t]*#[ \t]*include[ \t]*)"([^"\n]+)"', re.MULTILINE)
 
 @dataclass(frozen=True)
 class Sources:
-    """An entry file and its include closure; names are relative to ``root``, with ``/``.
+    """An entry file and its include closure; names are relative to the sources' folder, with ``/``.
 
     Include directives in the texts are rewritten to such names, so a header reached by two
     spellings is one header to the compiler, and no folder has to exist when it runs.
     """
 
-    root: Path
     name: str
     text: str
     headers: dict[str, str]
@@ -60,7 +59,7 @@ def read_sources(entry: str, root: Path | None = None) -> Sources:
     name = f"{entry}.cu"
     headers: dict[str, str] = {}
     text = _read(root, name, "the kernel list", headers)
-    return Sources(root, name, text, dict(sorted(headers.items())))
+    return Sources(name, text, dict(sorted(headers.items())))
 
 
 def _read(root: Path, name: str, reader: str, headers: dict[str, str]) -> str:

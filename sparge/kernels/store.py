@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import logging
+import os
 import threading
 import time
 from pathlib import Path
 
-from .compile import Compiler, options_key
 from .cubin import Cubin
-from .entry import DAY, read_entry, write_entry
-from .folder import UNFINISHED, distrust, make_folder, why_none
+from .folder import UNFINISHED, distrust, make_folder, read_file, why_none, write_whole
+from .nvrtc import Nvrtc, options
 from .source import Sources
 from .spec import KernelSpec
 
@@ -27,13 +28,14 @@ logger = logging.getLogger("sparge")
 
 #: Changes with what the JSON of an entry must say.
 _FORMAT = "3"
+DAY = 24 * 3600.0
 #: Days after which an entry goes that nobody read.
 UNUSED_DAYS = 60
 
 
 def entry_stem(spec: KernelSpec, sources: Sources) -> str:
     """File name of an entry up to the compiler: the same text and options give the same stem."""
-    facts = f"{_FORMAT} {sources.hash} {options_key(spec)}"
+    facts = f"{_FORMAT} {sources.hash} {' '.join(options(spec))}"
     # 16 hex digits: names stay short for Windows; ids and compilers are in the clear.
     return f"{spec.id}.{hashlib.sha256(facts.encode()).hexdigest()[:16]}"
 
@@ -47,31 +49,29 @@ class Store:
         self._warned = self._tidied = False
         self._once = threading.Lock()
 
-    def path(self, spec: KernelSpec, sources: Sources, compiler: Compiler) -> Path | None:
+    def path(self, spec: KernelSpec, sources: Sources, nvrtc: Nvrtc) -> Path | None:
         """Path of this cubin in the cache."""
         if self.cache is None:
             return None
-        return self.cache / f"{entry_stem(spec, sources)}.{compiler.label}.cubin"
+        return self.cache / f"{entry_stem(spec, sources)}.{nvrtc.label}.cubin"
 
-    def find(self, spec: KernelSpec, sources: Sources, compiler: Compiler) -> Cubin | None:
+    def find(self, spec: KernelSpec, sources: Sources, nvrtc: Nvrtc) -> Cubin | None:
         """A verified cubin that needs no compiling, or None."""
         stem = entry_stem(spec, sources)
-        if kept := self._memory.get(f"{stem}.{compiler.label}"):
+        if kept := self._memory.get(f"{stem}.{nvrtc.label}"):
             return kept
-        path = self.path(spec, sources, compiler)
+        path = self.path(spec, sources, nvrtc)
         return read_entry(path, spec) if path and not self._refused() else None
 
-    def get(
-        self, spec: KernelSpec, sources: Sources, compiler: Compiler, anew: bool = False
-    ) -> Cubin:
+    def get(self, spec: KernelSpec, sources: Sources, nvrtc: Nvrtc, anew: bool = False) -> Cubin:
         """``find``, or compile and keep; ``anew`` compiles at any rate.
 
         Raises KernelBuildError when it does not compile.
         """
-        cubin = None if anew else self.find(spec, sources, compiler)
+        cubin = None if anew else self.find(spec, sources, nvrtc)
         if cubin is None:
-            cubin = compiler.compile(spec, sources)
-            self._keep(cubin, spec, sources, compiler)
+            cubin = nvrtc.compile(spec, sources)
+            self._keep(cubin, spec, sources, nvrtc)
         self._tidy()
         return cubin
 
@@ -86,9 +86,9 @@ class Store:
             )
         return bool(why)
 
-    def _keep(self, cubin: Cubin, spec: KernelSpec, sources: Sources, compiler: Compiler) -> None:
+    def _keep(self, cubin: Cubin, spec: KernelSpec, sources: Sources, nvrtc: Nvrtc) -> None:
         cannot = "Compiled kernels cannot be kept for the next start: %s"
-        path = self.path(spec, sources, compiler)
+        path = self.path(spec, sources, nvrtc)
         if path is None:
             self._warn(cannot, f"{why_none()}. Set SPARGE_CACHE to a folder of your own.")
         else:
@@ -101,7 +101,7 @@ class Store:
             except OSError as error:
                 why = f"{self.cache}: {error}. Set SPARGE_CACHE to a folder that takes them."
                 self._warn(cannot, why)
-        self._memory[f"{entry_stem(spec, sources)}.{compiler.label}"] = cubin
+        self._memory[f"{entry_stem(spec, sources)}.{nvrtc.label}"] = cubin
 
     def _tidy(self) -> None:
         """Removes once entries that were not read for `UNUSED_DAYS`, and files that were never
@@ -123,3 +123,55 @@ class Store:
             if not self._warned:
                 self._warned = True
                 logger.warning(text, why)
+
+
+def read_entry(path: Path, spec: KernelSpec) -> Cubin | None:
+    """The kernel of ``spec`` at ``path``, or None when there is none that can be trusted.
+
+    The JSON must be of this name and target and of these bytes, and both files the user's own.
+    """
+    beside = path.with_suffix(".json")
+    try:
+        facts = json.loads(read_file(beside))
+        image = read_file(path)
+        if (facts["name"], facts["target"]) != (path.stem, spec.arch):
+            raise ValueError("it is of another name or target")
+        if facts["sha256"] != hashlib.sha256(image).hexdigest():
+            raise ValueError("its checksum does not fit")
+        cubin = Cubin(image, str(facts["log"]))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        logger.warning("Cached kernel %s is not used, and is built anew: %s", path.name, error)
+        return None
+    _note_use(beside)
+    return cubin
+
+
+def write_entry(path: Path, cubin: Cubin, spec: KernelSpec) -> None:
+    """Publish an entry; raises OSError when the folder cannot be written."""
+    facts = {
+        "name": path.stem,
+        "target": spec.arch,
+        "sha256": hashlib.sha256(cubin.image).hexdigest(),
+        "log": cubin.log,
+    }
+    _publish(path, cubin.image)
+    text = json.dumps(facts, indent=1, sort_keys=True) + "\n"
+    _publish(path.with_suffix(".json"), text.encode())
+
+
+def _note_use(path: Path) -> None:
+    """Dates an entry that is used, at most once a day: the store removes old ones."""
+    with contextlib.suppress(OSError):
+        if time.time() - path.stat().st_mtime > DAY:
+            os.utime(path)
+
+
+def _publish(path: Path, data: bytes) -> None:
+    try:
+        write_whole(path, data)
+    except PermissionError:
+        # Windows refuses to replace a file another process has open: it holds these bytes then.
+        if not (path.is_file() and path.read_bytes() == data):
+            raise

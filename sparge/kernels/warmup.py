@@ -17,13 +17,7 @@ from ..errors import KernelBuildError, Unsupported
 from .device import capabilities
 from .driver import DriverError
 from .loader import warm
-from .spec import (
-    HEAD_DIMS,
-    KernelSpec,
-    Source,
-    eight_bit_element,
-    native_specs,
-)
+from .spec import HEAD_DIMS, KernelSpec, Source, eight_bit_element, native_specs
 
 logger = logging.getLogger("sparge")
 
@@ -77,6 +71,12 @@ def eight_bit_specs(arch: str, needs: Needs = UNKNOWN) -> list[KernelSpec]:
     ]
 
 
+def why_no_kernel(error: KernelBuildError | DriverError) -> str:
+    """Reason for the user that a kernel cannot be had; the log gets the whole error."""
+    logger.error("[Sparge] %s", error)
+    return KERNEL_DID_NOT_LOAD if isinstance(error, DriverError) else KERNEL_DID_NOT_COMPILE
+
+
 class Warmup:
     """Compiles and loads kernels of one device in a thread; wait() before the first call."""
 
@@ -122,9 +122,7 @@ class Warmup:
         if isinstance(self._error, Unsupported):
             return self._error.reason
         if isinstance(self._error, KernelBuildError | DriverError):
-            logger.error("[Sparge] %s", self._error)
-            compiled = isinstance(self._error, DriverError)
-            return KERNEL_DID_NOT_LOAD if compiled else KERNEL_DID_NOT_COMPILE
+            return why_no_kernel(self._error)
         if self._error is None:
             return None
         if not isinstance(self._error, Exception):

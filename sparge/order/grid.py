@@ -136,11 +136,6 @@ class TokenOrder:
         return self.slot_tokens[0]
 
     @property
-    def token_slot(self) -> Tensor:
-        """(tokens,): the slot of each token in the first order."""
-        return self.token_slots[0]
-
-    @property
     def order_kinds(self) -> int:
         return self.slot_tokens.shape[0]
 
@@ -365,13 +360,11 @@ def dealt_places(parts: Sequence[int], ranks: int) -> Tensor:
     return torch.cat([share for of_rank in zip(*shares, strict=True) for share in of_rank])
 
 
+@lru_cache(maxsize=_KEPT_GRIDS * VARIANTS)  # the very object each time, which has copies on devices
 def order_as_dealt(order: TokenOrder, grid: TokenGrid, ranks: int) -> TokenOrder:
     """Order of a grid as ranks see its tokens; of one rank, the order itself. Diffusers deals the
     text before the grid, the grid with its tail, and the text after it, each by itself."""
-    return order if ranks == 1 else _as_dealt(order, grid, ranks)
-
-
-@lru_cache(maxsize=_KEPT_GRIDS * VARIANTS)  # the very object each time, which has copies on devices
-def _as_dealt(order: TokenOrder, grid: TokenGrid, ranks: int) -> TokenOrder:
+    if ranks == 1:
+        return order
     parts = grid.prefix, grid.tokens - grid.prefix - grid.suffix, grid.suffix
     return order.taken_from(dealt_places(parts, ranks))

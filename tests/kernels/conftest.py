@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from sparge.kernels import nvrtc
-from sparge.kernels.compile import NvrtcCompiler
 from sparge.kernels.cubin import Cubin
 from sparge.kernels.loader import load_cubin
+from sparge.kernels.nvrtc import Nvrtc
 from sparge.kernels.spec import ENTRIES, KernelSpec
 
 _ENTRY = """
@@ -40,15 +40,15 @@ def csrc(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def compiler() -> NvrtcCompiler:
-    return NvrtcCompiler(nvrtc.load())
+def compiler() -> Nvrtc:
+    return nvrtc.load()
 
 
-class CountingCompiler(NvrtcCompiler):
+class CountingCompiler(Nvrtc):
     """The real compiler, counting what reaches it."""
 
-    def __init__(self, compiler: NvrtcCompiler) -> None:
-        super().__init__(compiler.nvrtc)
+    def __init__(self, compiler: Nvrtc) -> None:
+        super().__init__(compiler.path)
         self.compiled: list[KernelSpec] = []
 
     def compile(self, spec, sources) -> Cubin:
@@ -57,7 +57,7 @@ class CountingCompiler(NvrtcCompiler):
 
 
 @pytest.fixture
-def counting(compiler: NvrtcCompiler) -> CountingCompiler:
+def counting(compiler: Nvrtc) -> CountingCompiler:
     return CountingCompiler(compiler)
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from sparge.errors import KernelBuildError
-from sparge.kernels.cubin import read_static_shared
+from sparge.kernels.cubin import read_launch_info, read_static_shared
 from sparge.kernels.params import PARAMS
 from sparge.kernels.source import read_sources
 from sparge.kernels.spec import (
@@ -47,7 +47,7 @@ def test_kernel_compiles_and_fits(spec: KernelSpec, pack_cubin, request: pytest.
     if has_twin(spec) and not request.config.getoption("--all-kernels"):
         pytest.skip("another kernel has its code; --all-kernels compiles it too")
     cubin = pack_cubin(spec)
-    info, static = cubin.info, read_static_shared(cubin.image, spec.entry)
+    info, static = read_launch_info(cubin.image), read_static_shared(cubin.image, spec.entry)
     assert info.threads % 32 == 0 and 0 < info.threads <= 1024
     # The driver keeps 1 KiB of each block's for itself, which these limits leave out already.
     assert info.shared_bytes + static <= ARCHS[spec.arch].shared_limit
@@ -61,7 +61,7 @@ def test_kernel_compiles_and_fits(spec: KernelSpec, pack_cubin, request: pytest.
 def test_a_kernel_that_does_not_compile_brings_the_log(compiler, csrc):
     spec = KernelSpec("route", "sm_80")
     cubin = compiler.compile(spec, read_sources("route", csrc))
-    assert cubin.info.shared_bytes == 4096
+    assert read_launch_info(cubin.image).shared_bytes == 4096
     assert "registers" in cubin.log
     (csrc / "common" / "twice.cuh").write_text("#error not today\n")
     with pytest.raises(KernelBuildError, match="route-sm_80-d128") as caught:
@@ -81,4 +81,5 @@ def test_each_option_reaches_the_device(compiler, csrc):
         "constexpr int plain(int x) { return x + 1; }\n"
         "__device__ int use(int x) { return plain(x); }\n"
     )
-    assert compiler.compile(spec, replace(sources, text=sources.text + check)).info.threads == 96
+    image = compiler.compile(spec, replace(sources, text=sources.text + check)).image
+    assert read_launch_info(image).threads == 96

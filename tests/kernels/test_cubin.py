@@ -15,7 +15,7 @@ INFO = "LaunchInfo launch_info = {384, 232448u};"
 @pytest.fixture(scope="module")
 def build(compiler):
     def compile_text(text: str, *options: str, arch: str = "sm_90a"):
-        return compiler.nvrtc.compile("k.cu", text, {}, [f"--gpu-architecture={arch}", *options])
+        return compiler.compile_text("k.cu", text, {}, [f"--gpu-architecture={arch}", *options])
 
     return compile_text
 

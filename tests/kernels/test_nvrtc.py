@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sparge.errors import KernelBuildError
-from sparge.kernels import loader, nvrtc, nvrtc_find
+from sparge.kernels import loader, nvrtc
 from sparge.kernels.device import arch_for
 from sparge.kernels.nvrtc import Nvrtc, NvrtcError, NvrtcNotFoundError
 from sparge.kernels.spec import ARCHS, KernelSpec
@@ -23,21 +23,21 @@ def test_compiles_to_the_same_elf_file_each_time_with_headers_from_memory(tmp_pa
     found = nvrtc.load()
     headers = {"a/one.cuh": '#include "b/two.cuh"\n', "b/two.cuh": "#define VALUE 3\n"}
     program = '#include "a/one.cuh"\n' + PROGRAM
-    image = found.compile("k.cu", program, headers, [SM_90A]).image
+    image = found.compile_text("k.cu", program, headers, [SM_90A]).image
     assert image.startswith(b"\x7fELF")
-    assert found.compile("k.cu", program, headers, [SM_90A]).image == image
-    assert found.compile("k.cu", PROGRAM, {}, [SM_90A, "-DVALUE=8"]).image != image
+    assert found.compile_text("k.cu", program, headers, [SM_90A]).image == image
+    assert found.compile_text("k.cu", PROGRAM, {}, [SM_90A, "-DVALUE=8"]).image != image
     del headers["b/two.cuh"]
     with pytest.raises(NvrtcError, match=r"b/two\.cuh"):
-        found.compile("k.cu", program, headers, [])
+        found.compile_text("k.cu", program, headers, [])
     with pytest.raises(NvrtcError, match="gpu-architecture"):
-        found.compile("k.cu", PROGRAM, {}, ["--gpu-architecture=sm_1"])
+        found.compile_text("k.cu", PROGRAM, {}, ["--gpu-architecture=sm_1"])
 
 
 @pytest.fixture
 def hidden(monkeypatch):
     """No NVRTC anywhere, to a process that has not loaded one."""
-    monkeypatch.setattr(nvrtc_find, "libraries", lambda prefer_major=None: [])
+    monkeypatch.setattr(nvrtc, "libraries", lambda prefer_major=None: [])
     nvrtc.load.cache_clear()
     yield
     nvrtc.load.cache_clear()
@@ -63,11 +63,11 @@ def test_search_prefers_what_torch_was_built_for_and_knows_windows_names(tmp_pat
         path.parent.mkdir(exist_ok=True)
         path.write_text("")
     folders = [thirteen.parent, twelve.parent, tmp_path / "absent"]
-    monkeypatch.setattr(nvrtc_find, "_folders", lambda: iter(folders))
-    monkeypatch.setattr(nvrtc_find, "_LIBRARY", nvrtc_find._library_pattern("linux"))
-    assert nvrtc_find.libraries() == nvrtc_find.libraries(13) == [thirteen, twelve]
-    assert nvrtc_find.libraries(12) == [twelve, thirteen]
-    pattern = nvrtc_find._library_pattern("win32")
+    monkeypatch.setattr(nvrtc, "_folders", lambda: iter(folders))
+    monkeypatch.setattr(nvrtc, "_LIBRARY", nvrtc._library_pattern("linux"))
+    assert nvrtc.libraries() == nvrtc.libraries(13) == [thirteen, twelve]
+    assert nvrtc.libraries(12) == [twelve, thirteen]
+    pattern = nvrtc._library_pattern("win32")
     for name, major in {"nvrtc64_120_0.dll": "12", "nvrtc64_130_0.dll": "13"}.items():
         assert (found := pattern.fullmatch(name)) and found[1] == major
     for name in ("nvrtc64_120_0.alt.dll", "nvrtc-builtins64_128.dll"):
@@ -81,9 +81,9 @@ def test_a_folder_that_cannot_be_entered_hides_no_other(tmp_path, monkeypatch):
     library.write_text("")
     closed.mkdir(mode=0)
     folders = [closed / "lib64", closed, library / "lib64", tmp_path / ("n" * 300), tmp_path]
-    monkeypatch.setattr(nvrtc_find, "_folders", lambda: iter(folders))
-    monkeypatch.setattr(nvrtc_find, "_LIBRARY", nvrtc_find._library_pattern("linux"))
-    assert nvrtc_find.libraries() == [library]
+    monkeypatch.setattr(nvrtc, "_folders", lambda: iter(folders))
+    monkeypatch.setattr(nvrtc, "_LIBRARY", nvrtc._library_pattern("linux"))
+    assert nvrtc.libraries() == [library]
 
 
 def test_importing_the_package_loads_no_native_library():
@@ -98,7 +98,7 @@ def test_importing_the_package_loads_no_native_library():
     subprocess.run([sys.executable, "-c", program], cwd=root, check=True)
 
 
-@pytest.mark.parametrize("library", nvrtc_find.libraries(), ids=lambda p: p.name)
+@pytest.mark.parametrize("library", nvrtc.libraries(), ids=lambda p: p.name)
 def test_every_target_an_nvrtc_is_said_to_build(library: Path):
     """Each NVRTC of this environment, though a run uses one: the table's ``needs`` must be true."""
     one = Nvrtc(library)
@@ -106,7 +106,7 @@ def test_every_target_an_nvrtc_is_said_to_build(library: Path):
         options = [f"--gpu-architecture={arch.target}", "-DVALUE=1"]
         if one.version >= arch.needs:
             assert arch.number in one.archs
-            one.compile("k.cu", PROGRAM, {}, options)
+            one.compile_text("k.cu", PROGRAM, {}, options)
         elif arch.number not in one.archs:
             with pytest.raises(NvrtcError):
-                one.compile("k.cu", PROGRAM, {}, options)
+                one.compile_text("k.cu", PROGRAM, {}, options)

@@ -51,7 +51,7 @@ def _compile(compiler, claims: list[str], header="params.cuh", spec=ANY_SPEC) ->
     headers = read_sources(spec.entry).headers
     options = [f"--gpu-architecture={spec.arch}", "-std=c++17", "-default-device", *spec.defines]
     program = f'#include "{header}"\n' + "".join(lines)
-    compiler.nvrtc.compile("claims.cu", program, headers, options)
+    compiler.compile_text("claims.cu", program, headers, options)
 
 
 def test_layout(compiler):

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from sparge.kernels.entry import DAY, read_entry, write_entry
+from sparge.kernels.cubin import read_launch_info
 from sparge.kernels.folder import UNFINISHED, cache_folder
 from sparge.kernels.source import read_sources
 from sparge.kernels.spec import KernelSpec
-from sparge.kernels.store import Store, entry_stem
+from sparge.kernels.store import DAY, Store, entry_stem, read_entry, write_entry
 
 SPEC = KernelSpec("means", "sm_90a")
 SMALL = dataclasses.replace(SPEC, head_dim=64)
@@ -64,7 +64,7 @@ def test_the_name_tells_sources_options_and_compiler(sources, csrc, counting, ca
     assert path and path.name == f"{stem}.{counting.label}.cubin"
     (csrc / "means.cu").write_text((csrc / "means.cu").read_text() + "\n")
     assert entry_stem(SPEC, read_sources("means", csrc)) != stem
-    monkeypatch.setattr("sparge.kernels.compile._OPTIONS", ("-std=c++20",))
+    monkeypatch.setattr("sparge.kernels.nvrtc._OPTIONS", ("-std=c++20",))
     assert entry_stem(SPEC, sources) != stem
 
 
@@ -164,7 +164,8 @@ def test_two_writers_at_once(cache, sources, counting, caplog):
         for _ in range(5):
             store = Store(cache)
             for spec in (SPEC, SMALL):
-                assert store.get(spec, sources, counting).info.threads == 96
+                image = store.get(spec, sources, counting).image
+                assert read_launch_info(image).threads == 96
                 path = store.path(spec, sources, counting)
                 assert path  # goes, so that the other one reads, writes and finds gaps too
                 path.unlink(missing_ok=True)

@@ -34,7 +34,7 @@ GRIDS = [
 
 def check(order: TokenOrder, tokens: int) -> None:
     """Everything that holds for any order."""
-    slots, inverse = order.slot_token, order.token_slot
+    slots, inverse = order.slot_token, order.token_slots[0]
     assert slots.dtype == inverse.dtype == order.block_counts.dtype == torch.int32
     assert (order.tokens, order.slots) == (tokens, 64 * order.key_blocks)
     assert torch.equal(slots[inverse.long()], torch.arange(tokens, dtype=torch.int32))
@@ -70,9 +70,9 @@ def test_segments_are_packed_one_after_another_and_orders_share_them(grid: Token
     text = (token < grid.prefix) | (token >= grid.tokens - grid.suffix)
     lead = (token >= grid.prefix) & (token < grid.prefix + grid.lead_frames * grid.frame_tokens)
     of_keys = torch.zeros(order.key_blocks, dtype=torch.bool)
-    of_keys[order.token_slot[text | lead].long() // 64] = True
+    of_keys[order.token_slots[0][text | lead].long() // 64] = True
     of_queries = torch.zeros(order.query_blocks, dtype=torch.bool)
-    of_queries[order.token_slot[text].long() // 128] = True
+    of_queries[order.token_slots[0][text].long() // 128] = True
     assert torch.equal(order.keys_exact, of_keys)
     assert torch.equal(order.queries_exact, of_queries)
     for variant in range(VARIANTS):
@@ -84,7 +84,7 @@ def test_segments_are_packed_one_after_another_and_orders_share_them(grid: Token
             assert of_kind.order_kinds == 1
             assert of_kind.slot_tokens.data_ptr() == order.slot_tokens[index].data_ptr(), "a view"
             assert torch.equal(of_kind.block_counts, cubes.block_counts)
-            assert torch.equal(of_kind.token_slot[text], cubes.token_slot[text])
+            assert torch.equal(of_kind.token_slots[0][text], cubes.token_slots[0][text])
         assert torch.equal(cube_order(grid, variant).slot_token, order.slot_token)
         of_kind = order.of_kind(unmeasured_kind(variant))
         assert torch.equal(unmeasured_order(grid, variant).slot_token, of_kind.slot_token)
@@ -119,7 +119,7 @@ def test_key_lengths_cut_the_suffix() -> None:
 def test_raster_order_is_none(tokens: int) -> None:
     order = raster_order(tokens)
     check(order, tokens)
-    assert torch.equal(order.token_slot, torch.arange(tokens, dtype=torch.int32))
+    assert torch.equal(order.token_slots[0], torch.arange(tokens, dtype=torch.int32))
     assert not order.keys_exact.any()
 
 

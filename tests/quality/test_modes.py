@@ -76,7 +76,7 @@ def test_sol_is_one_pooled_term_a_query_block(video: Call) -> None:
     assert x.order is not None
     policy, _ = mode.rules(HeadSettings.uniform(2, SHARE))
     scale = layer.q.shape[-1] ** -0.5
-    slot = x.order.token_slot.long()
+    slot = x.order.token_slots[0].long()
     query_block, key_block = slot // QUERY_BLOCK, slot // KEY_BLOCK
     kept = route(x, policy, scale=scale).kept[0][:, query_block][:, :, key_block]
 

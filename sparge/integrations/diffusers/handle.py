@@ -186,11 +186,9 @@ class Handle:
     def line(self) -> str:
         """Verdict on the last run: what it gained and how much was computed, or why nothing was
         sparse. Waits for the GPU."""
-        if self._has_other_model:
-            return REPLACED
         result = self.result
-        if result is None:
-            return self._not_run()
+        if result is None or self._has_other_model:
+            return self._no_run()
         if result.notes and not result.counts.calls:
             return f"NOTHING WAS SPARSE; {result.notes[0]}"
         return verdict(result, _WIDEST).replace("\n", "; ")
@@ -198,10 +196,8 @@ class Handle:
     def report(self) -> str:
         """Lines on the last run: its calls by reason, and what was measured of each layer. Waits
         for the GPU."""
-        if self._has_other_model:
-            return REPLACED
         result = self.result
-        return self._not_run() if result is None else details(result)
+        return self._no_run() if result is None or self._has_other_model else details(result)
 
     @property
     def _has_other_model(self) -> bool:
@@ -210,7 +206,10 @@ class Handle:
         models = self.models
         return bool(models) and own is not None and getattr(own, "_orig_mod", own) not in models
 
-    def _not_run(self) -> str:
+    def _no_run(self) -> str:
+        """Why there is no run of this model to tell of."""
+        if self._has_other_model:
+            return REPLACED
         if self._remark:
             return f"NOTHING WAS SPARSE; {self._remark}"
         return f"{NOT_RUN} Or {PLAIN.whole_graph.told}." if has_been_traced() else NOT_RUN
@@ -274,9 +273,8 @@ class Handle:
             run = self._new_run(hooks.model, device, timesteps)
         prompts = self._prompts.of(hooks.pass_name, len(latents))
         if not self._steps.advance(timestep, prompts):
-            run = self._new_run(
-                hooks.model, device, timesteps
-            )  # of a scheduler that keeps its timesteps
+            # The scheduler keeps its timesteps.
+            run = self._new_run(hooks.model, device, timesteps)
             self._steps.advance(timestep, prompts)
         ranks, unusable = ranks_of(hooks.model)
         layout, now = layout_of(hooks.model, given, hooks.blocks, ranks), self._steps.now
