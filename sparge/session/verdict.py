@@ -103,7 +103,7 @@ def _computed(report: Report) -> str:
 
 
 #: Remark where the user asked for the PV filter.
-LEFT_OUT = "pvthreshd left out: this GPU is faster and truer without it"
+LEFT_OUT = "pvthreshd left out: without it this GPU is faster and closer to the original"
 
 FORETOLD = "What exact attention would have taken is told by calls that were timed before this run."
 BY_RUN = "What exact attention would have taken is told by exact calls of this run."
