@@ -98,7 +98,7 @@ def _second(report: Report) -> str:
 def _computed(report: Report) -> str:
     """How much the whole run computed, and how far off it was."""
     share = f"{100 * report.densities.overall:.0f} %"
-    error = "" if report.error is None else f", error {100 * report.error:.0f} %"
+    error = "" if report.error is None else f", off by {100 * report.error:.0f} %"
     return f"{share} of attention computed{error}"
 
 

@@ -209,7 +209,7 @@ NOTES = ("the results do not add up, remove one of the two nodes", "more")
     ("changes", "first", "second"),
     [
         ({}, "2.7x faster: 34 s, not 91 s", SHARE),
-        ({"heads": (HEADS,)}, "2.7x faster: 34 s, not 91 s", f"{SHARE}, error 4 %"),
+        ({"heads": (HEADS,)}, "2.7x faster: 34 s, not 91 s", f"{SHARE}, off by 4 %"),
         ({"seconds": 2.93, "saved": 0.53}, "1.2x faster: 2.9 s, not 3.5 s", SHARE),
         ({"seconds": 1200.0, "saved": 1800.0}, "2.5x faster: 20 min, not 50 min", SHARE),
         ({"saved": -2.0}, "As fast as without: 34 s", SHARE),
