@@ -16,7 +16,7 @@ from .report import Report, Why, percent
 
 #: Characters of a line.
 WIDEST = 40
-#: Times as fast from which on a run counts as faster.
+#: Speedup from which on a run counts as faster.
 FASTER = 1.05
 
 
@@ -64,10 +64,10 @@ def gain(report: Report) -> str:
     if saved is None or report.stopped or report.seconds <= 0:
         return ""
     would = max(0.0, report.seconds + saved)
-    times = would / report.seconds
-    if times < FASTER:
+    speedup = would / report.seconds
+    if speedup < FASTER:
         return f"As fast as without: {shown(report.seconds)}"
-    return f"{times:.2g}x faster: {shown(report.seconds)}, not {shown(would)}"
+    return f"Speedup {speedup:.2g}x: {shown(report.seconds)}, not {shown(would)}"
 
 
 def shown(seconds: float) -> str:
