@@ -114,7 +114,7 @@ def _manual() -> list[Any]:
         _topk(
             "How much of the attention is computed, the same share everywhere. Lower is faster, "
             "higher is closer to the original: start with 0.5 and go down while you like the "
-            "clip; 1 computes all of it, in 8 bits. Not used when select_by is cdf."
+            "video; 1 computes all of it, in 8 bits. Not used when select_by is cdf."
         ),
         _number(
             "pvthreshd",
@@ -144,7 +144,7 @@ def _manual() -> list[Any]:
         _number(
             "simthreshd1",
             (-1.0, 1.0, 0.01),
-            "Parts of the clip that are less uniform than this are never skipped. Lower is "
+            "Parts of the video that are less uniform than this are never skipped. Lower is "
             "faster, higher is closer to the original; below 0 is off.",
             advanced=True,
         ),
@@ -156,8 +156,8 @@ def _widgets() -> list[Any]:
     quality = _widget(
         io.Combo,
         "quality",
-        "How close the clip stays to the original, made without this node. fast is faster, high "
-        "is closer. "
+        "How close the video stays to the original, made without this node. fast is faster, "
+        "high is closer. "
         "Each allows attention a mean error: "
         + ", ".join(f"{name} {100 * error:g} %" for name, error in QUALITIES.items())
         + ".",
@@ -166,14 +166,14 @@ def _widgets() -> list[Any]:
     average = (
         "How much of the attention is computed, on average: parts of the model that need more get "
         "more. Lower is faster, higher is closer to the original: start with 0.5 and go down "
-        "while you like the clip."
+        "while you like the video."
     )
     return [
         io.DynamicCombo.Input(
             "mode",
             optional=True,
             tooltip=(
-                "auto quality: you say how close the clip must stay, and the node skips what it "
+                "auto quality: you say how close the video must stay, and the node skips what it "
                 "can; closer to the original. auto budget: you say how much is computed; faster, "
                 "by an amount you can count on. manual: fixed numbers, the same for the whole "
                 "model."
@@ -203,7 +203,7 @@ def _widgets() -> list[Any]:
         _number(
             "min_tokens",
             (0, 1 << 20, 256),
-            "Clips and images of fewer tokens than this are computed in full, because they gain "
+            "Videos and images of fewer tokens than this are computed in full, because they gain "
             "little. An image of 1024 x 1024 has 4096 tokens in most models. Lower makes smaller "
             "ones faster, too; higher is closer to the original.",
             advanced=True,

@@ -98,7 +98,7 @@ class SpargeAttentionWanVideoWrapper(io.ComfyNode):
                     tooltip=(
                         "How much of the attention is computed, the same share everywhere. Lower "
                         "is faster, higher is closer to the original: start with 0.5 and go down "
-                        "while you like the clip; 1 computes all of it, in 8 bits."
+                        "while you like the video; 1 computes all of it, in 8 bits."
                     ),
                 ),
                 io.Int.Input(

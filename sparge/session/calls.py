@@ -213,7 +213,7 @@ CROSS_ATTENTION = "cross-attention"
 FRAME_BY_FRAME = "the model attends frame by frame, which only mode manual serves"
 #: Remark on sparse calls of a known model whose tokens are not those of its clip.
 UNKNOWN_TOKENS = (
-    "some calls have other tokens than the clip and its text (an image of another size?): those "
+    "some calls have other tokens than the video and its text (an image of another size?): those "
     "stay in the order they come, which errs more"
 )
 #: Remark on such calls of a model that several GPUs share.

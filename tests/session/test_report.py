@@ -223,7 +223,7 @@ NOTES = ("the results do not add up, remove one of the two nodes", "more")
         (GONE | {"passes": 0, "reasons": {}}, "The model did not run", ""),
         (GONE | {"cross": 0, "reasons": {}}, "No attention call came", ""),
         (GONE | {"reasons": {}}, "NOTHING WAS SPARSE", "all attention calls were cross-attention"),
-        (GONE | {"finished": 1, "_grid": (4, 8, 8)}, "The clip's self-attention", "did not come"),
+        (GONE | {"finished": 1, "_grid": (4, 8, 8)}, "The video's self-attention", "did not come"),
         (GONE | {"finished": 1, "_grid": (1, 8, 8)},
          "The picture's self-attention", "did not come"),
         (GONE | {"stopped": True}, "Stopped before the first sparse step", ""),
