@@ -116,7 +116,7 @@ class Call:
 
     def result_heads_first(self, out: Tensor) -> Tensor:
         """View (B, H, N, D) of a result. Raises sparge.Unsupported for one of another shape, which
-        whatever serves the host's exact calls may give."""
+        whatever serves the framework's exact calls may give."""
         out = out.as_subclass(Tensor)
         batch, heads, tokens, head_dim = self.q.shape
         usual = {
@@ -182,8 +182,8 @@ class DenseOnce:
     def __init__(
         self, exact: Callable[[], Tensor], eight_bit: Callable[[], Tensor | None] = _exact
     ) -> None:
-        """exact: by whatever serves the host's exact calls. eight_bit: by 8-bit dense attention;
-        gives None where exact attention is to be."""
+        """exact: by whatever serves the framework's exact calls. eight_bit: by 8-bit dense
+        attention; gives None where exact attention is to be."""
         self._exact, self._eight_bit = exact, eight_bit
         self._out: Tensor | None = None
         self.by_eight_bit = False
