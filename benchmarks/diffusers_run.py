@@ -253,7 +253,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(row.pop("report"))
         print(
             f"{name}: native {row['native_seconds']:.3g} s, first run {row['first_seconds']:.3g} s,"
-            f" second {row['second_seconds']:.3g} s, {row['ratio']:.2f} times as fast,"
+            f" second {row['second_seconds']:.3g} s, speedup {row['ratio']:.2f}x,"
             f" {row['saved_of_what_can_be']:.0%} of what there is to save"
         )
         add_row(row, args.out)

@@ -138,7 +138,7 @@ def free_attention(model: Any) -> Iterator[None]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     lines = [
-        "| tokens | attention | pairs computed | ms | times as fast | saved of what can be |",
+        "| tokens | attention | pairs computed | ms | speedup | saved of what can be |",
         "|---|---|---|---|---|---|",
     ]
     for row in rows:

@@ -97,7 +97,7 @@ def runs_table(alone: bool) -> str:
         times, start = f"{row['ratio']:.2f}", f"{row.get('start_percent', '-')}"
         lines.append([name, start, without, sparse, times, f"{gpu}, {row['commit']}"])
     first = "20 steps, auto budget 0.2" if alone else "run"
-    head = (first, "start_percent", "default", "this run", "times as fast", "GPU, commit")
+    head = (first, "start_percent", "default", "this run", "speedup", "GPU, commit")
     return "\n" + table(head, lines) + "\n"
 
 

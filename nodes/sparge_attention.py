@@ -14,7 +14,7 @@ from .hook import Hook
 
 DEFAULT = Settings()
 #: Not the default of Settings, which an API graph gets: for the same time fewer dense steps and a
-#: higher density are truer (docs/experiments.md, Dense steps for the same time).
+#: higher density come closer to the original (docs/experiments.md, Dense steps for the same time).
 START_OF_NEW_NODES = 0.1
 
 
@@ -113,22 +113,23 @@ def _manual() -> list[Any]:
     return [
         _topk(
             "How much of the attention is computed, the same share everywhere. Lower is faster, "
-            "higher is truer: start with 0.5 and go down while you like the clip; 1 computes all "
-            "of it, in 8 bits. Not used when select_by is cdf."
+            "higher is closer to the original: start with 0.5 and go down while you like the "
+            "video; 1 computes all of it, in 8 bits. Not used when select_by is cdf."
         ),
         _number(
             "pvthreshd",
             (1.0, 50.0, 0.5),
             "Also skips what weighs next to nothing in the rest: this many powers of two below the "
-            "largest. Lower is faster, higher is truer; 50 is off. H100 and H200 leave it out, "
-            "where it costs more than it saves.",
+            "largest. Lower is faster, higher is closer to the original; 50 is off. H100 and H200 "
+            "leave it out, where it costs more than it saves.",
             display_mode=io.NumberDisplay.slider,
         ),
         _widget(
             io.Combo,
             "select_by",
             "topk keeps the same share everywhere: a speed you can count on. cdf keeps as much "
-            "as cdfthreshd asks for: faster where little matters, truer where much does.",
+            "as cdfthreshd asks for: faster where little matters, closer to the original where "
+            "much does.",
             options=["topk", "cdf"],
             advanced=True,
         ),
@@ -136,15 +137,15 @@ def _manual() -> list[Any]:
             "cdfthreshd",
             (0.0, 1.0, 0.001),
             "How much of the weight of attention is kept, by estimate, when select_by is cdf. "
-            "Lower is faster, higher is truer.",
+            "Lower is faster, higher is closer to the original.",
             round=0.001,
             advanced=True,
         ),
         _number(
             "simthreshd1",
             (-1.0, 1.0, 0.01),
-            "Parts of the clip that are less uniform than this are never skipped. Lower is "
-            "faster, higher is truer; below 0 is off.",
+            "Parts of the video that are less uniform than this are never skipped. Lower is "
+            "faster, higher is closer to the original; below 0 is off.",
             advanced=True,
         ),
     ]
@@ -155,7 +156,8 @@ def _widgets() -> list[Any]:
     quality = _widget(
         io.Combo,
         "quality",
-        "How close the clip stays to the one without this node. fast is faster, high is truer. "
+        "How close the video stays to the original, made without this node. fast is faster, "
+        "high is closer. "
         "Each allows attention a mean error: "
         + ", ".join(f"{name} {100 * error:g} %" for name, error in QUALITIES.items())
         + ".",
@@ -163,17 +165,18 @@ def _widgets() -> list[Any]:
     )
     average = (
         "How much of the attention is computed, on average: parts of the model that need more get "
-        "more. Lower is faster, higher is truer: start with 0.5 and go down while you like the "
-        "clip."
+        "more. Lower is faster, higher is closer to the original: start with 0.5 and go down "
+        "while you like the video."
     )
     return [
         io.DynamicCombo.Input(
             "mode",
             optional=True,
             tooltip=(
-                "auto quality: you say how close the clip must stay, and the node skips what it "
-                "can; truer. auto budget: you say how much is computed; faster, by an amount you "
-                "can count on. manual: fixed numbers, the same for the whole model."
+                "auto quality: you say how close the video must stay, and the node skips what it "
+                "can; closer to the original. auto budget: you say how much is computed; faster, "
+                "by an amount you can count on. manual: fixed numbers, the same for the whole "
+                "model."
             ),
             options=[
                 option(AUTO_QUALITY, [quality]),
@@ -185,8 +188,8 @@ def _widgets() -> list[Any]:
             "start_percent",
             (0.0, 1.0, 0.01),
             "The first part of the run, which settles layout and motion, is computed in full. "
-            "Lower is faster, higher is truer. A position in the noise schedule: for most "
-            "schedulers the share of the steps.",
+            "Lower is faster, higher is closer to the original. A position in the noise schedule: "
+            "for most schedulers the share of the steps.",
             default=START_OF_NEW_NODES,
             advanced=True,
         ),
@@ -194,22 +197,22 @@ def _widgets() -> list[Any]:
             "end_percent",
             (0.0, 1.0, 0.01),
             "After this point of the run all is computed in full again. Higher is faster, lower "
-            "is truer in fine detail.",
+            "is closer to the original in fine detail.",
             advanced=True,
         ),
         _number(
             "min_tokens",
             (0, 1 << 20, 256),
-            "Clips and images of fewer tokens than this are computed in full, because they gain "
+            "Videos and images of fewer tokens than this are computed in full, because they gain "
             "little. An image of 1024 x 1024 has 4096 tokens in most models. Lower makes smaller "
-            "ones faster, too; higher is truer.",
+            "ones faster, too; higher is closer to the original.",
             advanced=True,
         ),
         _widget(
             io.String,
             "dense_blocks",
             "Layers of the model that are computed in full, for example 0-2, -1 for the first "
-            "three and the last. Fewer is faster, more is truer.",
+            "three and the last. Fewer is faster, more is closer to the original.",
             advanced=True,
             placeholder="0-2, -1",
         ),
@@ -217,8 +220,8 @@ def _widgets() -> list[Any]:
             io.Boolean,
             "exact_dense",
             "What is computed in full is computed exactly. Off is faster where 8 bits are faster "
-            "on this GPU, and nobody sees the difference; on is truer. For the auto modes: "
-            "manual always is exact.",
+            "on this GPU, and nobody sees the difference; on is closer to the original. For the "
+            "auto modes: manual always is exact.",
             advanced=True,
         ),
     ]

@@ -29,9 +29,9 @@ def likeness(reference: Tensor, clip: Tensor) -> str:
     squares = [float((a - b).square().mean()) for a, b in zip(reference, clip, strict=True)]
     error = sum(squares) / len(squares)
     if not error:
-        return "The clips are equal"
+        return "The videos are equal"
     if not math.isfinite(error):
-        return "A clip has pixels that are no numbers, so the clips cannot be compared"
+        return "A video has pixels that are no numbers, so the videos cannot be compared"
     psnr = -10 * math.log10(error)
     called = next(words for least, words in CALLED if psnr >= least)
     return f"{called}: {psnr:.1f} dB PSNR"
@@ -49,8 +49,8 @@ def mismatch(reference: Tensor, clip: Tensor) -> str | None:
         return None
     sizes = ["x".join(map(str, (x.shape[2], x.shape[1]))) for x in (reference, clip)]
     return (
-        f"The clips are {sizes[0]} and {sizes[1]} pixels, so nothing was compared: give two of one "
-        "size, such as the same graph with and without Sparge Attention."
+        f"The videos are {sizes[0]} and {sizes[1]} pixels, so nothing was compared: give two of "
+        "one size, such as the same graph with and without Sparge Attention."
     )
 
 
@@ -83,25 +83,25 @@ class SpargeAttentionCompare(io.ComfyNode):
             display_name="Sparge Attention Compare",
             category="image",
             description=(
-                "Shows two clips in one, and says how much they differ: the same seed with and "
+                "Shows two videos in one, and says how much they differ: the same seed with and "
                 "without Sparge Attention, or with two of its settings."
             ),
             search_aliases=["compare videos", "psnr", "difference", "side by side"],
             inputs=[
-                io.Image.Input("reference", tooltip="The clip without Sparge Attention."),
-                io.Image.Input("clip", tooltip="The clip with it, of the same seed."),
+                io.Image.Input("reference", tooltip="The video without Sparge Attention."),
+                io.Image.Input("clip", tooltip="The video with it, of the same seed."),
                 io.Combo.Input(
                     "view",
                     options=list(VIEWS),
                     default=SIDE_BY_SIDE,
                     tooltip=(
                         "side by side: the reference is on the left. split: its left half beside "
-                        "the right half of the clip. difference x4: black where both are alike."
+                        "the right half of the video. difference x4: black where both are alike."
                     ),
                 ),
             ],
             outputs=[
-                io.Image.Output("comparison", tooltip="Both clips in one, for Create Video."),
+                io.Image.Output("comparison", tooltip="Both videos in one, for Create Video."),
                 io.String.Output("text", tooltip="How much they differ."),
             ],
             hidden=[io.Hidden.unique_id],
@@ -117,7 +117,7 @@ class SpargeAttentionCompare(io.ComfyNode):
         text = f"{likeness(reference[:frames], clip[:frames])}."
         if len(reference) != len(clip):
             text += (
-                f"\nThe clips have {len(reference)} and {len(clip)} frames: the first {frames} "
+                f"\nThe videos have {len(reference)} and {len(clip)} frames: the first {frames} "
                 "were compared."
             )
         return cls._shown(VIEWS[view](reference[:frames], clip[:frames]), text)

@@ -97,8 +97,8 @@ class SpargeAttentionWanVideoWrapper(io.ComfyNode):
                     optional=True,
                     tooltip=(
                         "How much of the attention is computed, the same share everywhere. Lower "
-                        "is faster, higher is truer: start with 0.5 and go down while you like "
-                        "the clip; 1 computes all of it, in 8 bits."
+                        "is faster, higher is closer to the original: start with 0.5 and go down "
+                        "while you like the video; 1 computes all of it, in 8 bits."
                     ),
                 ),
                 io.Int.Input(
@@ -109,8 +109,8 @@ class SpargeAttentionWanVideoWrapper(io.ComfyNode):
                     optional=True,
                     tooltip=(
                         "The steps before this one, which settle layout and motion, keep the "
-                        "pack's own attention. Lower is faster, higher is truer; take 1 with a "
-                        "LoRA for 4 steps."
+                        "pack's own attention. Lower is faster, higher is closer to the original; "
+                        "take 1 with a LoRA for 4 steps."
                     ),
                 ),
             ],

@@ -116,7 +116,7 @@ class Call:
 
     def result_heads_first(self, out: Tensor) -> Tensor:
         """View (B, H, N, D) of a result. Raises sparge.Unsupported for one of another shape, which
-        whatever serves the host's exact calls may give."""
+        whatever serves the framework's exact calls may give."""
         out = out.as_subclass(Tensor)
         batch, heads, tokens, head_dim = self.q.shape
         usual = {
@@ -182,8 +182,8 @@ class DenseOnce:
     def __init__(
         self, exact: Callable[[], Tensor], eight_bit: Callable[[], Tensor | None] = _exact
     ) -> None:
-        """exact: by whatever serves the host's exact calls. eight_bit: by 8-bit dense attention;
-        gives None where exact attention is to be."""
+        """exact: by whatever serves the framework's exact calls. eight_bit: by 8-bit dense
+        attention; gives None where exact attention is to be."""
         self._exact, self._eight_bit = exact, eight_bit
         self._out: Tensor | None = None
         self.by_eight_bit = False
@@ -213,7 +213,7 @@ CROSS_ATTENTION = "cross-attention"
 FRAME_BY_FRAME = "the model attends frame by frame, which only mode manual serves"
 #: Remark on sparse calls of a known model whose tokens are not those of its clip.
 UNKNOWN_TOKENS = (
-    "some calls have other tokens than the clip and its text (an image of another size?): those "
+    "some calls have other tokens than the video and its text (an image of another size?): those "
     "stay in the order they come, which errs more"
 )
 #: Remark on such calls of a model that several GPUs share.

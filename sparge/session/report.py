@@ -47,7 +47,7 @@ class Why:
 
 @dataclass(frozen=True)
 class Words:
-    """Reasons of one framework. In those of `replaced`, {what} is "clip" or "picture"."""
+    """Reasons of one framework. In those of `replaced`, {what} is "video" or "picture"."""
 
     no_calls: Why
     """No attention call came."""
@@ -59,7 +59,7 @@ class Words:
     """For a picture of layers that has nothing to show."""
 
     def why_replaced(self, what: str) -> Why:
-        """what: "clip" or "picture"."""
+        """what: "video" or "picture"."""
         first, second = (line.format(what=what) for line in self.replaced.lines)
         return Why(self.replaced.told.format(what=what), (first, second))
 
@@ -116,10 +116,10 @@ class Counts:
 
     @property
     def missing(self) -> str:
-        """Word for what never attended to itself, "clip" or "picture"; empty where it did."""
+        """Word for what never attended to itself, "video" or "picture"; empty where it did."""
         if self._grid is None or self.reached or not self.finished or self.calls == 0:
             return ""
-        return "clip" if self._grid[0] > 1 else "picture"
+        return "video" if self._grid[0] > 1 else "picture"
 
     def begin_pass(self, family: str, grid: tuple[int, int, int] | None) -> None:
         """Counts a forward pass. grid: tokens of the clip along (time, height, width)."""

@@ -16,7 +16,7 @@ from .report import Report, Why, percent
 
 #: Characters of a line.
 WIDEST = 40
-#: Times as fast from which on a run counts as faster.
+#: Speedup from which on a run counts as faster.
 FASTER = 1.05
 
 
@@ -64,10 +64,10 @@ def gain(report: Report) -> str:
     if saved is None or report.stopped or report.seconds <= 0:
         return ""
     would = max(0.0, report.seconds + saved)
-    times = would / report.seconds
-    if times < FASTER:
+    speedup = would / report.seconds
+    if speedup < FASTER:
         return f"As fast as without: {shown(report.seconds)}"
-    return f"{times:.2g}x faster: {shown(report.seconds)}, not {shown(would)}"
+    return f"Speedup {speedup:.2g}x: {shown(report.seconds)}, not {shown(would)}"
 
 
 def shown(seconds: float) -> str:
@@ -98,12 +98,12 @@ def _second(report: Report) -> str:
 def _computed(report: Report) -> str:
     """How much the whole run computed, and how far off it was."""
     share = f"{100 * report.densities.overall:.0f} %"
-    error = "" if report.error is None else f", error {100 * report.error:.0f} %"
+    error = "" if report.error is None else f", off by {100 * report.error:.0f} %"
     return f"{share} of attention computed{error}"
 
 
 #: Remark where the user asked for the PV filter.
-LEFT_OUT = "pvthreshd left out: this GPU is faster and truer without it"
+LEFT_OUT = "pvthreshd left out: without it this GPU is faster and closer to the original"
 
 FORETOLD = "What exact attention would have taken is told by calls that were timed before this run."
 BY_RUN = "What exact attention would have taken is told by exact calls of this run."

@@ -39,7 +39,7 @@ NODES = """() => app.canvas.graph._nodes.map(node => {
   const [x, y] = [node.pos[0], node.pos[1] - title];
   return {name: node.title, type: node.type, box: [x, y, x + width, y + height]};
 })"""
-VERDICT = "2.7x faster: 34 s, not 91 s.\n29 % of attention computed, error 5 %"
+VERDICT = "Speedup 2.7x: 34 s, not 91 s.\n29 % of attention computed, off by 5 %"
 #: Two lines on each node of ours, and pictures where a run leaves one.
 AFTER_A_RUN = """lines => {
   const send = (kind, detail) => app.api.dispatchEvent(new CustomEvent(kind, {detail}));
@@ -89,7 +89,7 @@ FIT = """() => {
 ZOOM = "() => app.canvas.ds.scale"
 COMPLAINTS = ("missing node", "errors found", "error found")
 #: What the node said of Mochi 848x480x163, 20 steps, with a new node's widgets (H100, ef3a3bd).
-AS_MEASURED = "2.9x faster: 30 s, not 89 s\n18 % of attention computed, error 5 %"
+AS_MEASURED = "Speedup 2.9x: 30 s, not 89 s\n18 % of attention computed, off by 5 %"
 #: Pixels around the nodes of the README's picture.
 EDGE = 20
 #: Where the default canvas begins to leave out text.

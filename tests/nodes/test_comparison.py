@@ -24,11 +24,11 @@ def clip(frames: int = 3, height: int = 24, width: int = 32) -> Tensor:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda x: x, "The clips are equal"),
+        (lambda x: x, "The videos are equal"),
         (lambda x: x + 0.1, "Another picture: 20.0 dB PSNR"),
         (lambda x: x + 0.01 * (2 * (x > 0.5) - 1), "Small differences: 40.0 dB PSNR"),
-        (lambda x: x + math.nan, "A clip has pixels that are no numbers"),
-        (lambda x: x + math.inf, "A clip has pixels that are no numbers"),
+        (lambda x: x + math.nan, "A video has pixels that are no numbers"),
+        (lambda x: x + math.inf, "A video has pixels that are no numbers"),
     ],
     ids=["equal", "another", "near", "NaN", "inf"],
 )
@@ -63,7 +63,7 @@ def test_transparency_and_16_bits_are_compared_as_colours_in_32(load_pack) -> No
     assert torch.equal(node.execute(reference, with_alpha)[0], shown)
     assert node.execute(reference, with_alpha)[1] == expected
     for given in ((with_alpha, with_alpha), (half[0], half[0])):
-        assert node.execute(*given)[1] == "The clips are equal."
+        assert node.execute(*given)[1] == "The videos are equal."
     for given in ((half[0], half[1]), (reference, half[1])):
         assert node.execute(*given)[1] == expected, "in 16 bits squares and variances get lost"
 
@@ -71,4 +71,4 @@ def test_transparency_and_16_bits_are_compared_as_colours_in_32(load_pack) -> No
 def test_clips_of_two_sizes(comparison) -> None:
     assert comparison.mismatch(clip(2), clip(3)) is None
     told = comparison.mismatch(clip(), clip(width=40))
-    assert told.startswith("The clips are 32x24 and 40x24 pixels")
+    assert told.startswith("The videos are 32x24 and 40x24 pixels")

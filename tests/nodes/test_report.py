@@ -145,8 +145,8 @@ def test_the_report_shows_itself(ran, result, load_pack, monkeypatch):
 
 def test_lines_on_a_node_end_where_their_breaks_are_shown_as_spaces(load_pack):
     told_apart = load_pack("nodes.comfyui").told_apart
-    assert told_apart("2.7x faster: 34 s, not 91 s\n20 % computed") == (
-        "2.7x faster: 34 s, not 91 s.\n20 % computed"
+    assert told_apart("Speedup 2.7x: 34 s, not 91 s\n20 % computed") == (
+        "Speedup 2.7x: 34 s, not 91 s.\n20 % computed"
     )
-    assert told_apart("error 5 %\n(Saved.)") == "error 5 %\n(Saved.)"
+    assert told_apart("off by 5 %\n(Saved.)") == "off by 5 %\n(Saved.)"
     assert told_apart("Is it on?\nYes.\n") == "Is it on?\nYes."

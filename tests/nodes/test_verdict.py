@@ -85,7 +85,7 @@ def text_of_a_numbered_block(attend):
 )
 def test_another_node_replaces_the_clips_self_attention(told, mode, min_tokens, step, sound):
     got = told(step, sound=sound, mode=mode, min_tokens=min_tokens)
-    assert "; NOTHING WAS SPARSE: the clip's " + REPLACED in got.line
+    assert "; NOTHING WAS SPARSE: the video's " + REPLACED in got.line
     assert ", 256 tokens; " in got.line
     assert "min_tokens" not in got.line and "start_percent" not in got.line
     assert "3 other dense self-attention calls" in got.line

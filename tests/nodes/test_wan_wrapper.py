@@ -256,7 +256,7 @@ def test_a_run_that_ends_early_leaves_nothing_behind(model, sample, node, result
     ("start", "told"),
     [
         (0, "No attention call reached this node\nPut it last, before the sampler"),
-        (1, "The clip's self-attention\ndid not reach this node"),
+        (1, "The video's self-attention\ndid not reach this node"),
     ],
 )
 def test_a_node_that_sets_another_mode_is_told(

@@ -163,15 +163,16 @@ def test_a_line_for_the_log() -> None:
         "4 cross-attention calls (always exact)"
     )
     fast = report_of(saved=57.0, seconds=34.0, eight_bit=2, filter_left_out=True, notes=("n.",))
-    assert summary(fast).startswith("2.7x faster: 34 s, not 91 s; Mochi")
+    assert summary(fast).startswith("Speedup 2.7x: 34 s, not 91 s; Mochi")
     assert "; 2 dense calls in 8 bits, faster here than exact ones; dense because: " in summary(
         fast
     )
-    assert summary(fast).endswith("pvthreshd left out: this GPU is faster and truer without it; n")
+    left_out = "pvthreshd left out: without it this GPU is faster and closer to the original"
+    assert summary(fast).endswith(f"{left_out}; n")
     assert "timed before this run" in details(fast).splitlines()[-1]
     by_run = replace(fast, time=RunTime({}, 57.0, False))
     assert details(by_run).endswith("by exact calls of this run.")
-    assert "faster:" not in summary(replace(fast, stopped=True)), "who knows"
+    assert "Speedup" not in summary(replace(fast, stopped=True)), "who knows"
 
 
 def test_errors_count_by_head_weight_found_ones_first() -> None:
@@ -207,22 +208,22 @@ NOTES = ("the results do not add up, remove one of the two nodes", "more")
 @pytest.mark.parametrize(
     ("changes", "first", "second"),
     [
-        ({}, "2.7x faster: 34 s, not 91 s", SHARE),
-        ({"heads": (HEADS,)}, "2.7x faster: 34 s, not 91 s", f"{SHARE}, error 4 %"),
-        ({"seconds": 2.93, "saved": 0.53}, "1.2x faster: 2.9 s, not 3.5 s", SHARE),
-        ({"seconds": 1200.0, "saved": 1800.0}, "2.5x faster: 20 min, not 50 min", SHARE),
+        ({}, "Speedup 2.7x: 34 s, not 91 s", SHARE),
+        ({"heads": (HEADS,)}, "Speedup 2.7x: 34 s, not 91 s", f"{SHARE}, off by 4 %"),
+        ({"seconds": 2.93, "saved": 0.53}, "Speedup 1.2x: 2.9 s, not 3.5 s", SHARE),
+        ({"seconds": 1200.0, "saved": 1800.0}, "Speedup 2.5x: 20 min, not 50 min", SHARE),
         ({"saved": -2.0}, "As fast as without: 34 s", SHARE),
         ({"saved": None}, "3 of 4 calls were sparse", SHARE),
-        ({"notes": NOTES}, "2.7x faster: 34 s, not 91 s", "the results do not add up, remove ..."),
+        ({"notes": NOTES}, "Speedup 2.7x: 34 s, not 91 s", "the results do not add up, remove ..."),
         (GONE, "NOTHING WAS SPARSE", "before start_percent 0.2"),
         (GONE | {"reasons": {OLD: 2}}, "NOTHING WAS SPARSE",
          "GeForce RTX 2080 Ti is too old: it ..."),
-        ({"sparse": 0, "saved": 7.0, "eight_bit": 1}, "1.2x faster: 34 s, not 41 s",
+        ({"sparse": 0, "saved": 7.0, "eight_bit": 1}, "Speedup 1.2x: 34 s, not 41 s",
          "Nothing skipped, calls in 8 bits"),
         (GONE | {"passes": 0, "reasons": {}}, "The model did not run", ""),
         (GONE | {"cross": 0, "reasons": {}}, "No attention call came", ""),
         (GONE | {"reasons": {}}, "NOTHING WAS SPARSE", "all attention calls were cross-attention"),
-        (GONE | {"finished": 1, "_grid": (4, 8, 8)}, "The clip's self-attention", "did not come"),
+        (GONE | {"finished": 1, "_grid": (4, 8, 8)}, "The video's self-attention", "did not come"),
         (GONE | {"finished": 1, "_grid": (1, 8, 8)},
          "The picture's self-attention", "did not come"),
         (GONE | {"stopped": True}, "Stopped before the first sparse step", ""),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sampling loop in PyTorch that a session serves, and the passes of other hosts."""
+"""A sampling loop in PyTorch that a session serves, and the passes of other frameworks."""
 
 from __future__ import annotations
 
@@ -326,7 +326,7 @@ def test_errors_of_ours_cost_nobody_a_picture(qkv: Qkv, monkeypatch, caplog) -> 
     monkeypatch.setitem(globals(), "exact", fails)
     with pytest.raises(IndexError, match="of ours"):
         served(session, call)
-    assert session.counts.dense == 1, "an error of the host's is the host's"
+    assert session.counts.dense == 1, "an error of the framework's is the framework's"
 
 
 def test_dense_calls_are_in_eight_bits_where_that_is_faster(qkv: Qkv, timed) -> None:
