@@ -134,7 +134,7 @@ def test_a_budget_is_kept_by_measured_heads(name: str) -> None:
     assert result.error is not None and 0.01 < result.error < 0.5
     by_step = result.densities.by_step.nanmean(0)
     assert by_step[0] == 1 and (by_step[1:] < 0.7).all()
-    assert "error" in handle.line and "Density by step, %: 100" in handle.report()
+    assert "off by" in handle.line and "Density by step, %: 100" in handle.report()
 
 
 def test_both_transformers_of_wan_2_2_are_measured_apart(passes: list[Any]) -> None:
