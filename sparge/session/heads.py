@@ -40,7 +40,7 @@ from .calls import Call, Untracked
 from .choose import ChosenSettings, Curves, StepSettings
 from .measure import Candidates, Measured, MeasuredCall, Sums, measure, spread_places
 from .report import MeasuredHeads
-from .schedule import Aim, Step, budgets, next_choice
+from .schedule import CHOICES, Aim, Step, budgets, next_choice
 from .timing import Times
 
 #: Query blocks of every head that a measured step looks at, of all prompts together
@@ -49,7 +49,7 @@ BLOCKS = 8
 #: Prompts that a run is taken to have where no step before the measured one tells.
 USUAL_PROMPTS = 2
 #: Times that heads are measured again (docs/experiments.md, Choosing anew and measuring again).
-AGAIN = 2
+AGAIN = CHOICES - 1
 NEVER = sys.maxsize  # step of a choice that does not come
 
 MEASURING = "measuring"

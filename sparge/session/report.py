@@ -156,7 +156,7 @@ class Span:
     """Work of one call by a backend: between two marks of its stream."""
 
     backend: Backend
-    key: tuple[torch.Size, torch.device]
+    key: tuple[tuple[int, ...], torch.device]
     """Shape of the queries: calls alike in it take alike."""
     foretold: float | None
     """Seconds of exact attention by `timing`."""
