@@ -16,7 +16,6 @@ from itertools import islice
 import torch
 
 from ..errors import KernelBuildError, Unsupported
-from .build import build
 from .cubin import Cubin
 from .device import as_device, capabilities, compiler, cuda_index, pass_over, use
 from .driver import DriverError, Kernel
@@ -116,6 +115,8 @@ def _get_all(specs: Iterable[KernelSpec], index: int, progress: Progress | None)
 def _compile_in_processes(specs: Sequence[KernelSpec]) -> None:
     """Compiles into the cache what is not there, side by side where threads cannot. What fails is
     compiled once more, and told of, where it is loaded."""
+    from .build import build  # a program too, which Python warns of where it is imported before
+
     folder = cache_folder()
     with suppress(NvrtcNotFoundError, OSError, ImportError):
         nvrtc = compiler()
