@@ -41,7 +41,7 @@ class CheckedCall:
     attention_sink: bool
     exact_prefix: int
     exact_suffix: int
-    """These three as the policy has them, in parts of a call as the whole asks for."""
+    """Sink, prefix and suffix are the policy's; a part of a call has its share of the whole's."""
     scale: float
     causal: bool
     ends_with_keys: bool

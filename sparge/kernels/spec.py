@@ -39,6 +39,11 @@ class Source(enum.IntEnum):
     ANY = 3
     """They may differ, be float32 or lie where no 16-byte loads reach."""
 
+    @classmethod
+    def of(cls, dtype: object) -> Source:
+        """Source of tensors that all have this torch.dtype, in reach of 16-byte loads."""
+        return {"torch.bfloat16": cls.BF16, "torch.float16": cls.FP16}.get(str(dtype), cls.ANY)
+
 
 @dataclass(frozen=True)
 class Arch:

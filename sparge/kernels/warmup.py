@@ -34,10 +34,6 @@ _POLL_SECONDS = 0.1
 _WORTH_TELLING_SECONDS = 1.0
 
 
-#: Types of q, k and v that have a kernel of their own.
-_SOURCES = {torch.bfloat16: Source.BF16, torch.float16: Source.FP16}
-
-
 class Needs(NamedTuple):
     """Facts of q, k and v that kernels follow from; None where they are not known before a call."""
 
@@ -46,7 +42,7 @@ class Needs(NamedTuple):
 
     @property
     def head_dims(self) -> Sequence[int]:
-        """Those that kernels are built for."""
+        """Head dimensions of the kernels that serve it."""
         if self.head_dim is None:
             return HEAD_DIMS
         return [built for built in HEAD_DIMS if self.head_dim <= built][:1]
@@ -60,7 +56,7 @@ def eight_bit_specs(arch: str, needs: Needs = UNKNOWN) -> list[KernelSpec]:
     """Kernels of the 8-bit precision. Those with the PV filter are compiled when a call asks for
     them."""
     own, dtype = eight_bit_element(arch), needs.dtype
-    sources = _SOURCES.values() if dtype is None else [_SOURCES.get(dtype, Source.ANY)]
+    sources = [Source.BF16, Source.FP16] if dtype is None else [Source.of(dtype)]
     return [
         spec
         for spec in native_specs(arch)

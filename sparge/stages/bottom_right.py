@@ -51,7 +51,7 @@ def _last_queries(call: CheckedCall, run: Run, out: Tensor) -> Tensor | None:
 
 
 def _merged(call: CheckedCall, run: Run, out: Tensor) -> Tensor:
-    """Likewise."""
+    """Writes `out` (B, H, Nq, D) from a rectangle and a triangle; gives the log-sum-exps."""
     call = replace(call, out_dtype=torch.float32, with_lse=True)
     outs, sums = [], []
     for part in (_rectangle(call), _triangle(call)):

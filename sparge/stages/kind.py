@@ -57,7 +57,7 @@ class CallTensors(NamedTuple):
 
 
 class CallRules(NamedTuple):
-    """What is asked of a call beside its tensors."""
+    """Rules of a call: all that it asks for beside its tensors."""
 
     policy: PolicyFacts
     settings: SettingsFacts | None
@@ -115,7 +115,7 @@ class TensorFacts(NamedTuple):
     """Facts of a tensor (B, H, N, D), with a contiguous last dimension, but its address."""
 
     strides: tuple[int, ...]
-    """Of batch entries, heads and tokens, in elements."""
+    """Strides of batch entries, heads and tokens, in elements."""
     dtype: torch.dtype
     vectorized: bool
     """Whether every row starts at a multiple of 16 bytes; then those of groups of heads do, too."""

@@ -30,7 +30,6 @@ _MEASURED = {
 #: Parameters that are addresses, null in launches without such a tensor.
 _TENSORS = {*CallTensors._fields, *RESULTS, *_MEASURED, *FIELD_NAMES}
 
-_SOURCES = {torch.bfloat16: Source.BF16, torch.float16: Source.FP16}
 #: Channels of a 16-byte load, and elements from one token to the next that it reaches
 #: (csrc/common/chunks.cuh).
 _LANE_CHANNELS, _MOST_STRIDE = 8, 1 << 31
@@ -253,7 +252,7 @@ def source_of(kind: CallKind) -> Source:
     dtypes = {x.dtype for x in tensors}
     if not whole or len(dtypes) > 1:
         return Source.ANY
-    return _SOURCES.get(kind.q.dtype, Source.ANY)
+    return Source.of(kind.q.dtype)
 
 
 def _number(threshold: float | None) -> float:

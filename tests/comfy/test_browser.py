@@ -246,7 +246,7 @@ AT_ITS_SIZE = """async ([x, y]) => {
 
 
 def test_the_node_stands_between_model_and_sampler(page: Page, screenshots: Path) -> None:
-    """As the README shows it: assets/node.png is this picture."""
+    """The README shows this picture: assets/node.png."""
     page.nodes_2(False)
     page.open(json.loads((Path(__file__).parent / "node.json").read_text(encoding="utf-8")))
     page.run(AFTER_A_RUN, AS_MEASURED)

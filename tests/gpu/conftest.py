@@ -119,7 +119,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[KernelSpec]:
 
 @pytest.fixture(autouse=True)
 def nothing_prepared() -> Iterator[None]:
-    """What a test patches is in no other test's calls."""
+    """Calls are prepared anew for each test, which may patch what prepares them."""
     prepared._kept.clear()
     yield
     prepared._kept.clear()
@@ -143,7 +143,7 @@ def force(monkeypatch: pytest.MonkeyPatch) -> Callable[[Kernels], None]:
 
 
 class Workspace(NamedTuple):
-    """What a call leaves in its workspace."""
+    """Workspace of a call, as it leaves it."""
 
     memory: Tensor
     layout: WorkspaceLayout

@@ -157,8 +157,8 @@ class Patcher:
 
 def executor(class_obj: Any, function: Any) -> Any:
     """Executor that a wrapper is handed: calls on, and knows whom it wraps."""
-    made = functools.partial(function)
-    setattr(made, "class_obj", class_obj)  # noqa: B010
+    made: Any = functools.partial(function)
+    made.class_obj = class_obj
     return made
 
 
