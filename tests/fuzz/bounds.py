@@ -156,7 +156,8 @@ class _Row:
         rounded = rounded + p_floor * math.sqrt(p.shape[-1]) + v_floor[..., None].sqrt()
         floats = (p.shape[-1] / 8 + 32) * arithmetic.float_unit
         floats = floats * ((p * length.sqrt()).sum(-1) + centred.norm(dim=-1))
-        floats = floats + 2.0**-22 * setting.value_centre.norm(dim=-1)
+        # The reference takes values around their mean in 16 bits too.
+        floats = floats + 2.0**-22 * setting.mean(setting.v).norm(dim=-1)
         output_scale = exact.output_scale.abs()
         written = UNIT[out_dtype] * exact.out.norm(dim=-1) + FLOOR[out_dtype] * math.sqrt(channels)
 
