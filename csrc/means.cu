@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Launch 1: mean of K, and mean and scale of V, per (batch, kv head, channel), over the valid keys.
+// Launch 1: mean and extent of K, mean and scale of V, per (batch, kv head, channel), over the valid keys.
 //
-// Semantics   k_mean = sum K / n over one of every k_stride runs of 64 keys (0 without smooth_k); v_mean = sum V / n;
+// Semantics   k_mean = sum K / n over one of every k_stride runs of 64 keys (0 without smooth_k), and k_extent the largest
+//             |K - k_mean| of these; v_mean = sum V / n;
 //             v_scale = max(max V - v_mean, v_mean - min V) / 448, at least 2^-126, 1 when that is 0.
 // Strategy    On Hopper a cluster of four thread blocks has K or V of one head: its blocks share out whole tokens, and each then
 //             adds up a quarter of the channels of all. Elsewhere each block reads its 32 channels (64 bytes) of every token.
@@ -175,12 +176,15 @@ SPARGE_DEVICE void reduce_slice(const MeansParams& p, Smem& smem, const Chunks<k
   const i32 period = stride * kKeyBlock, counted = length / period * kKeyBlock + smaller<i32>(length % period, kKeyBlock);
   const float mean = length ? extent.sum / static_cast<float>(counted) / kSumUnit : 0.0f;
   const i64 at = (static_cast<i64>(b) * p.problem.kv_heads + head) * kHeadDim + slice * kChannels + threadIdx.x;
+  auto reach_around = [&](float centre) { return length ? fmaxf(extent.high - centre, centre - extent.low) : 0.0f; };
   if (values) {
-    const float reach = length ? fmaxf(extent.high - mean, mean - extent.low) : 0.0f;
+    const float reach = reach_around(mean);
     p.v_mean[at] = mean;
     p.v_scale[at] = reach > 0.0f ? fmaxf(reach / kValueLevels, kLeastValueScale) : 1.0f;
   } else {
-    p.k_mean[at] = p.smooth_k ? mean : 0.0f;
+    const float centre = p.smooth_k ? mean : 0.0f;
+    p.k_mean[at] = centre;
+    p.k_extent[at] = reach_around(centre);
     if (p.reach && slice == 0 && threadIdx.x == 0) p.reach[b * p.problem.kv_heads + head] = 0;
   }
 }

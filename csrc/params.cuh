@@ -77,7 +77,7 @@ struct Problem {
   SPARGE_DEVICE i32 key_length(i32 b) const { return key_lengths ? larger(0, smaller(keys, key_lengths[b])) : keys; }
 };
 
-// k_mean, v_mean, v_scale: (batch, kv_heads, head_dim) float32.
+// k_mean, v_mean, v_scale, k_extent: (batch, kv_heads, head_dim) float32.
 struct MeansParams {
   Problem problem;
   TensorView k;
@@ -85,7 +85,8 @@ struct MeansParams {
   float* k_mean;
   float* v_mean;
   float* v_scale;
-  u32* reach;  // (batch, kv_heads), set to zero; may be null
+  float* k_extent;  // largest |K - k_mean| of each channel, over the keys that count in the mean
+  u32* reach;       // (batch, kv_heads), set to zero; may be null
   i32 smooth_k;
   i32 k_stride;  // one in k_stride runs of 64 keys, from the first on, counts in the mean of K
 };
@@ -104,6 +105,8 @@ struct QuantizeParams {
   const float* k_mean;
   const float* v_mean;
   const float* v_scale;
+  const float* k_extent;
+  float* balance;       // (batch, kv_heads, head_dim), 8 bits: factor of each channel of Q, or 0 (common/balance.cuh)
   u8* k_tiles;          // (batch, kv_heads, key_blocks) tiles of 64 keys x head_dim
   u8* v_tiles;          // (batch, kv_heads, key_blocks) tiles of head_dim x 64 keys
   float* k_scale;       // (batch, kv_heads, key_blocks)
@@ -114,7 +117,7 @@ struct QuantizeParams {
   float* q_similarity;  // (batch, heads, query_blocks)
   float* k_similarity;  // (batch, kv_heads, key_blocks)
   i32* next_item;       // set to zero where attend has persistent blocks
-  u32* reach;           // (batch, kv_heads), 8 bits: bits of the largest |K - k_mean|; NaN where a key or value is not finite
+  u32* reach;           // (batch, kv_heads), 8 bits: bits of the largest number of K's tiles; NaN where a key or value is not finite
   u8* finite;           // (batch, kv_heads, 2, key_blocks), 16 bits, keys, then values: 0 where one is not finite, or a hole is
   // What head settings need: all of these or none. Means and variances are around k_mean and v_mean, over true counts.
   u16* k_variance;           // (batch, kv_heads, key_blocks, head_dim) bf16, as route reads it for every 16 query blocks
@@ -181,6 +184,7 @@ struct AttendParams {
   const float* k_mean;
   const float* v_mean;
   const float* v_scale;
+  const float* balance;  // as in QuantizeParams
   const float* reach;  // as in QuantizeParams
   const u8* finite;    // likewise
   const u8* pool_k;    // null: nothing is pooled

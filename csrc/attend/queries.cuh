@@ -2,6 +2,7 @@
 // Reads the query rows once, straight from the caller's tensor, into a swizzled tile of INT8 or 16-bit rows.
 #pragma once
 
+#include "../common/balance.cuh"
 #include "../common/chunks.cuh"
 #include "../common/int8.cuh"
 #include "../common/reduce.cuh"
@@ -67,13 +68,13 @@ struct QueryRows {
 template <DType kType>
 SPARGE_DEVICE void store_rows(Smem& smem, const AttendParams& p, const QueryRows& rows, bool finite) {
   const i32 channel = QueryRows::channel();
+  const float* balance = p.balance + smem.work.kv_at * kHeadDim;
 #pragma unroll
   for (int pass = 0; pass < QueryRows::kPasses; ++pass) {
     const i32 row = QueryRows::row(pass);
     float x[kLaneChannels];
 #pragma unroll
     for (int i = 0; i < kLaneChannels; i += 2) unpack_pair(kType, rows.chunk[pass].word[i / 2], x[i], x[i + 1]);
-    store_query(smem, row, channel, x, finite);
     if (is_quantized(kElement) && p.lse) {
       float dot = 0.0f;
 #pragma unroll
@@ -81,6 +82,13 @@ SPARGE_DEVICE void store_rows(Smem& smem, const AttendParams& p, const QueryRows
       dot = lane_sum<1, kTokenLanes>(dot);
       if (channel == 0) smem.q_dot_mean[row] = dot;
     }
+    if (is_quantized(kElement) && balance[0] != kNoBalance) {
+      Chunk chunk = rows.chunk[pass];
+      rotate_queries<kType>(chunk, balance + channel);
+#pragma unroll
+      for (int i = 0; i < kLaneChannels; i += 2) unpack_pair(DType::kBf16, chunk.word[i / 2], x[i], x[i + 1]);
+    }
+    store_query(smem, row, channel, x, finite);
   }
 }
 

@@ -2,6 +2,7 @@
 // Blocks of 64 keys: a swizzled tile of INT8 (one scale a block) or 16-bit keys, the block's mean and its self-similarity.
 #pragma once
 
+#include "../common/balance.cuh"
 #include "../common/int8.cuh"
 #include "../common/key_tile.cuh"
 #include "pool.cuh"
@@ -15,6 +16,8 @@ struct KeySmem {
   // each, else the block's first key. In shared memory, as registers hold the tile. In 16 bits there are two: of the block at
   // hand and of the one before, whose statistics may still be computed.
   alignas(16) float origin[is_quantized(kElement) ? 1 : 2][kHeadDim];
+  alignas(16) float factor[kHeadDim];  // of each channel of K on the way to INT8, where they are balanced
+  bool balances;
   alignas(16) ChannelSums<kWarps> squares;
 };
 
@@ -49,7 +52,7 @@ SPARGE_DEVICE void key_statistics(const QuantizeParams& p, const KeySmem& smem, 
     float mean[kLaneShare];
     key_mean(smem, thread.lane, count, mean);
     store_floats(p.k_block_mean + static_cast<i64>(block_at) * kHeadDim + thread.lane * kLaneShare, mean);
-    if (p.pool_k) pool_key(p, run, thread.lane, block, mean);
+    if (p.pool_k) pool_key(p, run, thread.lane, block, mean, smem.balances ? smem.factor : nullptr);
     if (p.with_similarity) return;
     const float similar = similarity_of_finite(mean);
     if (thread.lane == 0) p.k_similarity[block_at] = similar;
@@ -68,14 +71,15 @@ SPARGE_DEVICE void key_statistics(const QuantizeParams& p, const KeySmem& smem, 
 // Factor of the origin: 0 where there is no token and zeros were read. So a subtraction is one operation.
 SPARGE_DEVICE float one_if(bool inside) { return inside ? 1.0f : 0.0f; }
 
-// x: the block's keys, less the mean where they are quantized. Their sums, squares and largest magnitude go to shared memory.
+// x: the block's keys. Their sums and squares, less the mean where they are quantized, go to shared memory. Then quantized ones
+// are balanced, where the head is, and their largest magnitude is stored too.
 // False where one of this thread's 16-bit keys is not finite.
 template <Source kSource>
 SPARGE_DEVICE bool sum_keys(const QuantizeParams& p, const Chunks<kSource>& rows, KeySmem& smem, i32 block, i32 count,
                             const Chunk (&chunk)[kPasses], float (&x)[kPasses][kLaneChannels]) {
   const Thread thread;
   const float* origin = &smem.origin[origin_of(block)][thread.channel];
-  float amax = 0.0f, zero = 0.0f;
+  float zero = 0.0f;
 #pragma unroll
   for (int pass = 0; pass < kPasses; ++pass) {
     rows.unpack(chunk[pass], x[pass]);
@@ -85,10 +89,7 @@ SPARGE_DEVICE bool sum_keys(const QuantizeParams& p, const Chunks<kSource>& rows
     if constexpr (is_quantized(kElement)) {
       const float inside = one_if(thread.token + pass * kTokensPerPass < count);
 #pragma unroll
-      for (int i = 0; i < kLaneChannels; ++i) {
-        x[pass][i] = __fmaf_rn(-inside, origin[i], x[pass][i]);
-        amax = ptx::max_or_nan(amax, fabsf(x[pass][i]));
-      }
+      for (int i = 0; i < kLaneChannels; ++i) x[pass][i] = __fmaf_rn(-inside, origin[i], x[pass][i]);
     }
   }
   float sums[kLaneChannels];
@@ -123,6 +124,16 @@ SPARGE_DEVICE bool sum_keys(const QuantizeParams& p, const Chunks<kSource>& rows
     store_sums(smem.squares, thread, squares);
   }
   if constexpr (is_quantized(kElement)) {
+    // Volatile: each factor is read when it is needed, as registers hold the keys.
+    const volatile float* factor = &smem.factor[thread.channel];
+    if (smem.balances)
+#pragma unroll
+      for (int pass = 0; pass < kPasses; ++pass) scale_and_rotate(x[pass], factor);
+    float amax = 0.0f;
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass)
+#pragma unroll
+      for (int i = 0; i < kLaneChannels; ++i) amax = ptx::max_or_nan(amax, fabsf(x[pass][i]));
     amax = lane_max_or_nan<1, kWarpSize>(amax);
     if (thread.lane == 0) smem.amax[thread.warp] = amax;
   }
@@ -165,6 +176,19 @@ SPARGE_DEVICE void store_keys(const QuantizeParams& p, const KeySmem& smem, cons
   }
 }
 
+// By one warp. The first run of a head tells attend, too.
+SPARGE_DEVICE void balance_keys(const QuantizeParams& p, KeySmem& smem, const Run& run, i32 lane) {
+  const i32 channel = lane * kLaneShare, at = run.head_at * kHeadDim + channel;
+  float balance[kLaneShare], factor[kLaneShare];
+  load_floats(balance, p.k_extent + at);
+  balance_channels(balance);
+#pragma unroll
+  for (int i = 0; i < kLaneShare; ++i) factor[i] = __frcp_rn(kHadamard * balance[i]);
+  store_floats(smem.factor + channel, factor);
+  if (lane == 0) smem.balances = balance[0] != kNoBalance;
+  if (run.first == 0) store_floats(p.balance + at, balance);
+}
+
 template <Source kSource>
 SPARGE_DEVICE void quantize_keys(const QuantizeParams& p, const Chunks<kSource>& rows, KeySmem& smem, Run& run, i32 last) {
   constexpr bool kEarly = kLoadsEarly && kSource != Source::kOther;
@@ -176,8 +200,10 @@ SPARGE_DEVICE void quantize_keys(const QuantizeParams& p, const Chunks<kSource>&
   };
   slots.enter(last);
   if constexpr (kEarly) load(true);
-  if constexpr (is_quantized(kElement))
+  if constexpr (is_quantized(kElement)) {
     if (const i32 channel = threadIdx.x; channel < kHeadDim) smem.origin[0][channel] = p.k_mean[run.head_at * kHeadDim + channel];
+    if (const Thread thread; thread.warp == 0) balance_keys(p, smem, run, thread.lane);
+  }
 #pragma unroll 1
   while (slots.block >= run.first) {
     const i32 count = slots.count;

@@ -3,6 +3,7 @@
 // like a tile of keys to attend. But each pooled key has a scale of its own, as block means differ more than keys of a block.
 #pragma once
 
+#include "../common/balance.cuh"
 #include "../common/int8.cuh"
 #include "../common/key_tile.cuh"
 #include "block_stats.cuh"
@@ -14,9 +15,10 @@ SPARGE_DEVICE u16 sixteen_bits(float x) {
   return static_cast<u16>(kElement == Element::kBf16 ? ptx::pack_bf16(x, 0.0f) : ptx::pack_fp16(x, 0.0f));
 }
 
-// Mean key of a block, from a warp whose lanes hold neighbouring channels. The last block clears the rows after it: a scale of 0
+// Mean key of a block, from a warp whose lanes hold neighbouring channels. factor: of the channels where they are balanced. The last block clears the rows after it: a scale of 0
 // must multiply numbers.
-SPARGE_DEVICE void pool_key(const QuantizeParams& p, const Run& run, i32 lane, i32 block, const float (&mean)[kLaneShare]) {
+SPARGE_DEVICE void pool_key(const QuantizeParams& p, const Run& run, i32 lane, i32 block, const float (&mean)[kLaneShare],
+                            const float* factor) {
   const i64 tile_at = run.pool_tile_at(block);
   const i32 row = block % kKeyBlock, channel = lane * kLaneShare;
   constexpr int kBytes = key_bytes(kElement), kTileBytes = kKeyBlock * kKeyRowBytes, kPartBytes = kTileBytes / kKeyParts;
@@ -30,9 +32,12 @@ SPARGE_DEVICE void pool_key(const QuantizeParams& p, const Run& run, i32 lane, i
   float scale = 1.0f;
   u8* at = tile + key_offset<kKeyBlock>(row, channel * kBytes / 16) + channel * kBytes % 16;
   if constexpr (is_quantized(kElement)) {
-    float largest = 0.0f, four[4] = {};
+    float largest = 0.0f, four[4] = {}, rotated[kLaneShare];
 #pragma unroll
-    for (int i = 0; i < kLaneShare; ++i) largest = fmaxf(largest, fabsf(mean[i])), four[i] = mean[i];
+    for (int i = 0; i < kLaneShare; ++i) rotated[i] = factor ? __fmul_rn(mean[i], factor[channel + i]) : mean[i];
+    if (factor) rotate_lanes(rotated, lane);
+#pragma unroll
+    for (int i = 0; i < kLaneShare; ++i) largest = fmaxf(largest, fabsf(rotated[i])), four[i] = rotated[i];
     largest = lane_max<1, kWarpSize>(largest);
     scale = int8_scale(largest);
     const u32 levels = pack_int8(four, int8_inverse_scale(largest));

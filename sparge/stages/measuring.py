@@ -19,7 +19,7 @@ from ..order.grid import OrderFacts, TokenOrder
 from ..policy import PV_FILTER_OFF, PolicyFacts, Precision
 from .kind import CallKind, CallRules, TensorFacts
 from .launches import Launch, Launches
-from .workspace import CallShape, WorkspaceLayout
+from .workspace import MEANS, CallShape, WorkspaceLayout
 
 MOST_DENSITIES = 32  # a lane of a warp each; kMostDensities of csrc/score/place.cuh
 
@@ -39,11 +39,11 @@ class Measuring:
         self.arch, self.element = capability.arch, measuring_element(capability.arch)
 
     def means(self) -> Tensor:
-        """(3, B, Hkv, head_dim) float32: mean of K, mean and scale of V."""
+        """(4, B, Hkv, head_dim) float32: the fields `MEANS` of a workspace."""
         shape = CallShape.of(self.k, self.k)
-        size = (3, shape.batch, shape.kv_heads, shape.head_dim)
+        size = (len(MEANS), shape.batch, shape.kv_heads, shape.head_dim)
         found = torch.empty(size, dtype=torch.float32, device=self.k.device)
-        places = dict(zip(("k_mean", "v_mean", "v_scale"), found, strict=True))
+        places = dict(zip(MEANS, found, strict=True))
         self._launches(shape, {"q": self.k} | places, ordered=True).means().queue()
         return found
 

@@ -15,6 +15,8 @@ from ..kernels.params import PoolColumn
 from ..kernels.spec import HEAD_DIMS, Element
 
 _ALIGNMENT = 256
+#: What launch 1 finds, (B, Hkv, head_dim) float32 each.
+MEANS = ("k_mean", "v_mean", "v_scale", "k_extent")
 
 
 class CallShape(NamedTuple):
@@ -109,10 +111,12 @@ class WorkspaceLayout:
         self._end = 0
         self.fields: dict[str, Field] = {}
         self._add("next_item", (1,), torch.int32)
-        for name in ("k_mean", "v_mean", "v_scale"):
+        for name in MEANS:
             self._add(name, (*kv, shape.head_dim))
-        self._means = Field(self.fields["k_mean"].offset, (3, *kv, shape.head_dim), torch.float32)
+        size = (len(MEANS), *kv, shape.head_dim)
+        self._means = Field(self.fields[MEANS[0]].offset, size, torch.float32)
         if element.quantized:
+            self._add("balance", (*kv, shape.head_dim))
             self._add("reach", kv)
         else:
             self._add("finite", (*kv, 2, shape.key_blocks), torch.uint8)
@@ -158,7 +162,7 @@ class WorkspaceLayout:
         return self.fields[name].of(workspace)
 
     def means(self, workspace: Tensor) -> Tensor:
-        """(3, B, Hkv, head_dim): k_mean, v_mean and v_scale, which lie side by side."""
+        """(4, B, Hkv, head_dim): the fields `MEANS`, which lie side by side."""
         return self._means.of(workspace)
 
 

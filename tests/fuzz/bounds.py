@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from tests.fuzz.data import STRUCTURED
 from tests.fuzz.oracle import Exact, Setting
@@ -61,18 +62,46 @@ class Bounds:
 
 
 def logit_errors(setting: Setting) -> tuple[Tensor, Tensor, Tensor]:
-    """INT8 steps of queries (B, H, Nq) and of keys (B, H, Nk), and what a logit of the row loses
-    at most to float32 (B, H, Nq): sums over channels, and the product with the scales."""
-    q, keys = setting.q, setting.k - setting.key_centre
-    keys = keys.masked_fill(~setting.valid[:, None, :, None], 0)
+    """Steps of INT8 queries (B, H, Nq), rotated ones in bf16 before, and of keys (B, H, Nk). What
+    a logit of the row loses at most to float32 (B, H, Nq): sums over channels, and the product with
+    the scales."""
+    keys = (setting.k - setting.key_centre).masked_fill(~setting.valid[:, None, :, None], 0)
+    q, keys = operands(setting, keys)
     largest = setting.case.scale * q.norm(dim=-1) * keys.norm(dim=-1).amax(-1, keepdim=True)
     if not Arithmetic.of(setting).int8:
         steps = q.shape[-1] + 16
         lost = largest * (steps * 2.0**-23 + 2 * casts(setting))
         return torch.zeros_like(q[..., 0]), torch.zeros_like(keys[..., 0]), lost
     q_step = q.abs().amax(-1) / INT8_LEVELS
+    kept = 2 * UNIT[torch.bfloat16] * (setting.channel_factors.amax(-1) > 0)
+    if setting.case.data in STRUCTURED:
+        q_step = q_step + kept * q.abs().amax(-1)
+    else:
+        q_step = (q_step.square() + kept**2 * q.square().mean(-1)).sqrt()
     k_step = setting.largest_by_block(keys.abs().amax(-1)) / INT8_LEVELS
     return q_step, k_step, largest * 2.0**-20
+
+
+def operands(setting: Setting, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries, and keys (B, H, C, D) around the centre, whose channels are rounded: balanced and
+    rotated ones where they become INT8. Their products are those of the queries and keys given."""
+    if not Arithmetic.of(setting).int8:
+        return setting.q, keys
+    factors = setting.channel_factors
+    balances = factors.amax(-1, keepdim=True) > 0
+    divided = keys / factors.masked_fill(~balances, 1)
+    rotated = _rotated(setting.q * factors), _rotated(divided)
+    eights = (0, -keys.shape[-1] % 8)
+    plain = pad(setting.q, eights), pad(keys, eights)
+    q, keys = (torch.where(balances, *both) for both in zip(rotated, plain, strict=True))
+    return q, keys
+
+
+def _rotated(x: Tensor) -> Tensor:
+    """Eight neighbouring channels times an orthogonal matrix, those beyond the last being 0."""
+    two = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=x.dtype, device=x.device) / math.sqrt(2)
+    eights = pad(x, (0, -x.shape[-1] % 8)).unflatten(-1, (-1, 8))
+    return (eights @ torch.kron(torch.kron(two, two), two)).flatten(-2)
 
 
 def slack(setting: Setting) -> Tensor:
@@ -85,7 +114,8 @@ def slack(setting: Setting) -> Tensor:
 def _deviation(setting: Setting, keys: Tensor, q_step: Tensor, k_step: Tensor) -> Tensor:
     """(B, H, Nq, C): deviation of the error that INT8 makes of each logit, of structured data the
     error itself at most; keys (B, H, C, D) around the centre."""
-    q, channels = setting.q, setting.q.shape[-1]
+    q, keys = operands(setting, keys)
+    channels = q.shape[-1]
     q_step, k_step = q_step[..., None], k_step[:, :, None]
     if setting.case.data in STRUCTURED:
         of_keys = q.abs().sum(-1, keepdim=True) * k_step / 2
@@ -116,8 +146,9 @@ class _Row:
         self.structured = setting.case.data in STRUCTURED
         self.sure = Confidence(exact.seen.numel())
         self.q_step, k_step, self.float_error = logit_errors(setting)
-        self.k_step = _with_pools(setting, exact, k_step)
-        self.q_length = setting.q.square().sum(-1)
+        q, self.keys = operands(setting, exact.keys)
+        self.k_step = _with_pools(setting, self.keys, k_step)
+        self.q_length = q.square().sum(-1)
         self.centred = exact.p @ exact.values  # output before output scale
         # Logits: the deviation of each, and the most it is off by.
         self.deviation = _deviation(setting, exact.keys, self.q_step, self.k_step)
@@ -162,7 +193,7 @@ class _Row:
         written = UNIT[out_dtype] * exact.out.norm(dim=-1) + FLOOR[out_dtype] * math.sqrt(channels)
 
         of_keys = (p.square() * self.k_step.square()[:, :, None] * distance).sum(-1) * self.q_length
-        of_queries = self.q_step.square() * _covariance(p, exact.keys, values, centred)
+        of_queries = self.q_step.square() * _covariance(p, self.keys, values, centred)
         first = self.scale**2 / 12 * (of_keys + of_queries)
         roundings = (weights + of_values).sum(-1) / 3 + p_floor.square() / 3
         roundings = roundings + v_floor[..., None] * counted / 3
@@ -196,7 +227,7 @@ class _Row:
         off = (exact.logits - lse.unsqueeze(-1) + self.furthest_off).logsumexp(-1)
         if not self.structured:
             first = self.q_length * (p.square() * self.k_step.square()[:, :, None]).sum(-1)
-            first = first + self.q_step.square() * (p @ exact.keys).square().sum(-1)
+            first = first + self.q_step.square() * (p @ self.keys).square().sum(-1)
             second = (p * (self.most.expm1() - self.most)).sum(-1) + self.float_error
             by_chance = self.sure.deviations * self.scale * (first / 12).sqrt() + second
             off = off.minimum(by_chance / self.least_sum)
@@ -222,9 +253,9 @@ def _peaked(logits: Tensor, off: Tensor, distance: Tensor) -> Tensor:
     return (share * (distance + own)).sum(-1) + own.squeeze(-1)
 
 
-def _with_pools(setting: Setting, exact: Exact, k_step: Tensor) -> Tensor:
+def _with_pools(setting: Setting, keys: Tensor, k_step: Tensor) -> Tensor:
     """(B, H, C): pooled keys have a step of their own."""
-    rest = exact.keys[:, :, k_step.shape[2] :].abs().amax(-1)
+    rest = keys[:, :, k_step.shape[2] :].abs().amax(-1)
     arithmetic = Arithmetic.of(setting)
     if not arithmetic.int8:  # a mean of 16-bit keys is rounded to 16 bits
         return torch.cat([k_step, rest * 2 * arithmetic.mean_unit], 2)

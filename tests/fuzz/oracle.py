@@ -85,6 +85,18 @@ class Setting:
         return self.mean(self.k) * (1.0 if taken else 0.0)
 
     @property
+    def channel_factors(self) -> Tensor:
+        """(B, H, 1, D): what queries' channels are multiplied by and keys' divided on the way to
+        INT8: the root of how large the channel is in the keys, or 0 in heads whose largest root is
+        at most 1.6 times the mean."""
+        extent = (self.k - self.key_centre).masked_fill(~self.valid[:, None, :, None], 0)
+        extent = extent.abs().amax(2, keepdim=True)
+        largest = extent.amax(-1, keepdim=True)
+        roots, counts = extent.maximum(largest / 64).sqrt(), extent > 0
+        mean = (roots * counts).sum(-1, keepdim=True) / counts.sum(-1, keepdim=True).clamp(min=1)
+        return torch.where(largest.sqrt() > 1.6 * mean, roots, 0.0)
+
+    @property
     def value_centre(self) -> Tensor:
         return self.mean(self.v) * (1.0 if self.eight_bit else 0.0)
 

@@ -17,7 +17,7 @@ from sparge.kernels import Element, capabilities
 from sparge.order.grid import raster_order
 from sparge.stages import key_mean
 from sparge.stages.measuring import Measuring
-from sparge.stages.workspace import CallShape, WorkspaceLayout
+from sparge.stages.workspace import MEANS, CallShape, WorkspaceLayout
 from tests.gpu.cases import CASES, Case, lengths_of, make_qkv, some_cases
 from tests.gpu.conftest import ELEMENTS, every_element, fields_of
 from tests.gpu.test_stages import GATED, means_of
@@ -78,6 +78,7 @@ def test_quantize(case: Case, element: Element, generator, poison) -> None:
         spread = k.float().std() + k.float().abs().mean() + 1e-6
         assert (own.kbar - means["kbar"]).abs().max() <= 1e-4 * spread
         torch.testing.assert_close(own.v_scale, means["v_scale"], rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(own.extent, means["extent"], rtol=1e-4, atol=1e-4 * spread)
     truth = quantize_qkv(q, k, v, element=element, key_lengths=lengths_of(case), **means)
 
     block_mean, of_queries = fields["k_block_mean"], fields["q_block_mean"][..., :d]
@@ -92,7 +93,9 @@ def test_quantize(case: Case, element: Element, generator, poison) -> None:
     keys = key_rows(fields["k_tiles"], head_dim * (1 if int8 else 2))
     keys = keys.view(torch.int8 if int8 else torch.bfloat16).flatten(2, 3)
     assert keys[:, :, case.keys :].float().abs().sum() == 0
-    assert torch.equal(keys[:, :, : case.keys, :d].float(), truth.k_levels.float())
+    width = truth.k_levels.shape[-1]
+    assert keys[..., width:].float().abs().sum() == 0
+    assert torch.equal(keys[:, :, : case.keys, :width].float(), truth.k_levels.float())
     if int8:
         torch.testing.assert_close(fields["k_scale"], truth.k_scale, rtol=1e-5, atol=0)
     values = value_levels(fields["v_tiles"], element, head_dim)[:, :, : case.keys, :d]
@@ -127,7 +130,7 @@ def test_similarity_that_no_threshold_asks_for(case: Case, element: Element, gen
     similarities = {"q_similarity", "k_similarity"}
     assert all((spared[name] == 1).all() for name in similarities)
     # Nobody writes the means and scales of copied keys.
-    unwritten = set() if element.quantized else {"k_mean", "k_scale", "v_mean", "v_scale"}
+    unwritten = set() if element.quantized else {*MEANS, "k_scale"}
     assert_same_fields(true, spared, true.keys() - similarities - unwritten - {"block_map"})
 
 

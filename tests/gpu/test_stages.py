@@ -61,8 +61,8 @@ GATED = SparsePolicy(simthreshd1=0.0)
 
 
 def means_of(fields: dict[str, Tensor], element: Element, head_dim: int) -> dict[str, Any]:
-    """Means and value scales of the kernels, for `quantize_qkv`."""
-    names = {"kbar": "k_mean", "vbar": "v_mean", "v_scale": "v_scale"}
+    """Means, value scales and extents of the kernels, for `quantize_qkv`."""
+    names = {"kbar": "k_mean", "vbar": "v_mean", "v_scale": "v_scale", "extent": "k_extent"}
     if not element.quantized:
         return {}
     return {name: fields[field][..., :head_dim] for name, field in names.items()}

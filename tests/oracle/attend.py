@@ -23,6 +23,7 @@ from sparge.reference import Attended
 from sparge.reference.attend import LOG2_E, NO_LOGIT, pv_filter, visible_pairs
 from sparge.reference.operands import block_means, by_query_head, in_blocks, per_head
 
+from . import balance
 from .arithmetic import (
     ARITHMETIC,
     E4M3_MAX,
@@ -160,7 +161,10 @@ class _Head:
         """Levels of keys (nk, D) and their scales (nk,), values (nk, D) in units of the channels'
         scales times scales of their own (nk,): 1 where values are no integers."""
         x, arithmetic = self.x, self.values.arithmetic
-        levels, k_scale = stored(x.k_block_mean[self.own].unsqueeze(1), arithmetic)
+        means = x.k_block_mean[self.own]
+        if arithmetic.quantized_qk:
+            means = balance.of_keys(means, balance.balance(x.extent[self.own]))
+        levels, k_scale = stored(means.unsqueeze(1), arithmetic)
         v = block_means(x.v[self.own], x.key_counts[self.own[0]]) / self.values.scale
         v_scale, unit = torch.ones_like(k_scale), 1.0
         if arithmetic.integer_pv:

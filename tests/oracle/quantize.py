@@ -13,8 +13,10 @@ from sparge.blocks import KEY_BLOCK
 from sparge.kernels.spec import Element
 from sparge.order.grid import TokenOrder
 from sparge.reference import Operands
+from sparge.reference.operands import by_query_head
 from sparge.stages.key_mean import mean_stride
 
+from . import balance
 from .arithmetic import ARITHMETIC, E4M3_MAX, INT8_MAX, Arithmetic
 
 # Scale of a row or block of zeros, and the least scale of any. Levels of zeros are 0 whatever the
@@ -29,10 +31,12 @@ LEAST_CHANNEL_SCALE = 2.0**-126
 class Quantized(Operands):
     """Levels times scales give the stored value of each row, by slot where there is an order: of Q
     as it is, of K and V around their means. Without quantization the levels are bf16 or fp16
-    values, all scales are 1 and both means are 0.
+    values, all scales are 1 and both means are 0. INT8 levels of Q and K are of balanced and
+    rotated channels (`balance`), filled up to a multiple of eight.
     """
 
     element: Element
+    extent: Tensor  # (B, Hkv, D), largest magnitude of each channel of k
     q_levels: Tensor  # (B, H, Nq, D) int8, or bf16 / fp16
     k_levels: Tensor  # (B, Hkv, Nk, D) int8, or bf16 / fp16
     v_levels: Tensor  # (B, Hkv, Nk, D) fp16, e4m3, int8 or bf16
@@ -65,19 +69,21 @@ def quantize_qkv(
     kbar: Tensor | None = None,
     vbar: Tensor | None = None,
     v_scale: Tensor | None = None,
+    extent: Tensor | None = None,
 ) -> Quantized:
     """Quantizes q (B, H, Nq, D), k and v (B, Hkv, Nk, D) for `element`; the rest as in
     `Operands.of`.
 
-    `kbar`, `vbar`, `v_scale` (B, Hkv, D) float32 replace the means and scales computed here: block
-    statistics are not shift-invariant, so a kernel is judged on the means it took itself. In an
-    order of many tokens the mean key is that of a sample (`mean_stride`).
+    `kbar`, `vbar`, `v_scale`, `extent` (B, Hkv, D) float32 replace the means, scales and extents of
+    keys computed here: block statistics are not shift-invariant, so a kernel is judged on the means
+    it took itself. In an order of many tokens mean and extent of keys are of a sample
+    (`mean_stride`).
     """
     arithmetic = ARITHMETIC[element]
+    stride = mean_stride(k.shape[2], order is not None)
     if not arithmetic.quantized_qk:
         kbar = vbar = k.new_zeros(*k.shape[:2], k.shape[3], dtype=torch.float32)
     elif kbar is None and smooth_k:
-        stride = mean_stride(k.shape[2], order is not None)
         kbar = sampled_mean(k, key_lengths, stride) if stride > 1 else None
     given = {"smooth_k": smooth_k, "key_lengths": key_lengths, "kbar": kbar, "vbar": vbar}
     x = Operands.of(q, k, v, order, order_kind, **given)
@@ -95,11 +101,20 @@ def quantize_qkv(
     v_levels, v_block_scale = arithmetic.round(scaled), torch.ones_like(scaled[..., 0, 0])
     if arithmetic.integer_pv:
         v_levels, v_block_scale = stored(scaled, arithmetic)
-    q_levels, q_scale = stored(x.q.flatten(2, 3)[:, :, :queries].unsqueeze(-2), arithmetic)
-    k_levels, k_scale = stored(x.k, arithmetic)
+    if extent is None:
+        extent = sampled_extent(k, key_lengths, stride, x.kbar)
+    q_rows, k_rows = x.q, x.k
+    if arithmetic.quantized_qk:
+        factors = balance.balance(extent)
+        of_heads = by_query_head(factors, x.heads)
+        q_rows = balance.of_queries(x.q, of_heads[:, :, None, None])
+        k_rows = balance.of_keys(x.k, factors[:, :, None, None])
+    q_levels, q_scale = stored(q_rows.flatten(2, 3)[:, :, :queries].unsqueeze(-2), arithmetic)
+    k_levels, k_scale = stored(k_rows, arithmetic)
     return Quantized(
         **{field.name: getattr(x, field.name) for field in fields(x)},
         element=element,
+        extent=extent,
         q_levels=q_levels.squeeze(-2),
         k_levels=k_levels.flatten(2, 3)[:, :, :keys],
         v_levels=v_levels.flatten(2, 3)[:, :, :keys],
@@ -128,11 +143,24 @@ def stored(groups: Tensor, arithmetic: Arithmetic) -> tuple[Tensor, Tensor]:
 
 def sampled_mean(k: Tensor, key_lengths: Tensor | None, stride: int) -> Tensor:
     """(B, Hkv, D) float32: mean of k (B, Hkv, N, D), as 16-bit values; stride as `mean_stride`."""
+    keys, counts = _sample(k, key_lengths, stride)
+    counted = counts.sum(2).clamp(min=1)
+    return (torch.where(counts, keys.double(), 0).sum(2) / counted).float()
+
+
+def sampled_extent(k: Tensor, key_lengths: Tensor | None, stride: int, kbar: Tensor) -> Tensor:
+    """(B, Hkv, D) float32: largest |k - kbar| of such a sample; numbers that are none are left
+    out."""
+    keys, counts = _sample(k, key_lengths, stride)
+    away = (keys.float() - kbar.unsqueeze(2)).abs()
+    return torch.where(counts & ~away.isnan(), away, 0).amax(2)
+
+
+def _sample(k: Tensor, key_lengths: Tensor | None, stride: int) -> tuple[Tensor, Tensor]:
+    """Keys (B, Hkv, N, D) as 16-bit values, and which of them count (B, 1, N, 1)."""
     keys = k.bfloat16() if k.dtype == torch.float32 else k
     token = torch.arange(k.shape[2], device=k.device)
     counts = (token // KEY_BLOCK % stride == 0).expand(k.shape[0], -1)
     if key_lengths is not None:
         counts = counts & (token < key_lengths.to(k.device).unsqueeze(-1))
-    counted = counts.sum(-1).clamp(min=1)[:, None, None]
-    kept = torch.where(counts[:, None, :, None], keys.double(), 0)
-    return (kept.sum(2) / counted).float()
+    return keys, counts[:, None, :, None]

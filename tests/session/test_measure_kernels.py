@@ -59,11 +59,11 @@ class Emulated:
 
     def means(self) -> Tensor:
         operands = quantize_qkv(self.k, self.k, self.v, element=self.element)
-        found = torch.stack([operands.kbar, operands.vbar, operands.v_scale])
+        found = torch.stack([operands.kbar, operands.vbar, operands.v_scale, operands.extent])
         return pad(found, (0, 64 - found.shape[-1]))
 
     def quantized(self, q: Tensor, means: Tensor) -> Tensor:
-        assert self.order.order_kinds == 1 and means.shape == (3, *self.k.shape[:2], 64)
+        assert self.order.order_kinds == 1 and means.shape == (4, *self.k.shape[:2], 64)
         shape = CallShape.of(q, self.k, self.order.slots)
         layout = WorkspaceLayout(shape, self.element, with_queries=False, with_pools=True)
         workspace = torch.full((layout.nbytes,), 255, dtype=torch.uint8)  # NaN
@@ -123,7 +123,7 @@ class Emulated:
         for head, x in enumerate(operands):
             heads = slice(head, None, len(operands))  # batch entries are KV heads
             rows = every_row[heads]
-            own = quantize_qkv(rows, rows, rows, element=self.element)
+            own = quantize_qkv(rows, rows, rows, element=self.element, extent=x.extent)
             names = ("q", "q_levels", "q_scale", "query_counts")
             found = attend(
                 replace(x, **{name: getattr(own, name) for name in names}, order=None),

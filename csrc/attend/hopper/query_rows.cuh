@@ -2,10 +2,11 @@
 // How the feeder turns the 128 query rows of a work item into swizzled tiles in shared memory.
 //
 // All loads of a warp are in flight at once, straight into shared memory: 24 registers a thread hold one at a time.
-// A lane finds 16 bytes of 16-bit rows where they belong. INT8 rows are quantized from where they arrived as the tensor holds
-// them: each warp takes groups of eight rows, four lanes a row.
+// A lane finds 16 bytes of 16-bit rows where they belong. INT8 rows are quantized from where they arrived: a lane rotates what it
+// fetched where the head is balanced, then each warp takes groups of eight rows, four lanes a row.
 #pragma once
 
+#include "../../common/balance.cuh"
 #include "../../common/chunks.cuh"
 #include "../../common/int8.cuh"
 #include "../../common/reduce.cuh"
@@ -50,8 +51,11 @@ struct QueryRows {
   SPARGE_DEVICE void quantize(u8* tile) const {
     fetch_groups();
     wait_for_chunks();
+    const bool half = rows.half(), balanced = uniform(queries.balance[0] != kNoBalance);
+    if (balanced && half) rotate_groups<DType::kFp16>();
+    if (balanced && !half) rotate_groups<DType::kBf16>();
     __syncwarp();
-    if (rows.half())
+    if (half && !balanced)
       quantize_groups<DType::kFp16>(tile);
     else
       quantize_groups<DType::kBf16>(tile);
@@ -100,14 +104,25 @@ struct QueryRows {
   // First row of this warp's groups, which are dealt out among the warps.
   SPARGE_DEVICE static i32 group(i32 pass) { return (pass * kFeederWarps + feeder_thread() / kWarpSize) * kGroup; }
 
-  SPARGE_DEVICE void fetch_groups() const {
+  // Row of the groups that this lane reads by a load of its warp.
+  SPARGE_DEVICE static i32 row_of(i32 load) {
     constexpr int kLoads = kGroup / kRows;
+    return group(load / kLoads) + load % kLoads * kRows + ptx::thread_index() % kWarpSize / kRowChunks;
+  }
+
+  SPARGE_DEVICE void fetch_groups() const {
 #pragma unroll 1
-    for (i32 load = 0;; ++load) {
-      const i32 row = group(load / kLoads) + load % kLoads * kRows + ptx::thread_index() % kWarpSize / kRowChunks;
-      if (row >= kQueryBlock) return;
+    for (i32 load = 0, row; (row = row_of(load)) < kQueryBlock; ++load)
       rows.fetch(smem.raw[row][ptx::thread_index() % kRowChunks], queries.token[row], channel());
-    }
+  }
+
+  // Volatile: each factor is read when it is needed, for there are no registers for eight.
+  template <DType kType>
+  SPARGE_DEVICE void rotate_groups() const {
+    const volatile float* balance = queries.balance + channel();
+#pragma unroll 1
+    for (i32 load = 0, row; (row = row_of(load)) < kQueryBlock; ++load)
+      rotate_queries<kType>(smem.raw[row][ptx::thread_index() % kRowChunks], balance);
   }
 
   // Reads the numbers twice instead of keeping them.

@@ -1,0 +1,100 @@
+// SPDX-License-Identifier: Apache-2.0
+// Q and K on the way to INT8, in heads with channels of K that are far larger than the others: channels are balanced, and each
+// eight neighbours are rotated, which their product does not see.
+//
+//     Q' = H (Q b),  K' = H (K / 8b),  Q'.K' = Q.K,  b = sqrt(extent of the channel in K),  H: Hadamard matrix of eight, H H = 8
+//
+// A row of Q or a block of K has one step for all channels: one that is large costs the others their levels. No mean removes a
+// channel that fluctuates. Balancing takes the root of how much it differs from the others, rotating shares the rest among eight.
+// Other heads stay as they are, as their short calls would take a tenth longer.
+// Tried       docs/experiments.md, "Channels that differ".
+#pragma once
+
+#include "chunks.cuh"
+#include "reduce.cuh"
+
+namespace sparge {
+
+constexpr float kHadamard = 8.0f;  // H H
+// Extent of a channel relative to the largest: keys that were not sampled may be larger than it tells.
+constexpr float kLeastExtent = 1.0f / 64.0f;
+// Root of the largest extent over the mean of all roots, from which on a head is balanced: an extent three times the others'.
+constexpr float kLeastExcess = 1.6f;
+// Balance of heads that stay as they are.
+constexpr float kNoBalance = 0.0f;
+
+// From the extents of neighbouring channels, a lane's each, to their balance; by one warp. Channels without extent are padding,
+// or the same in all keys.
+template <int kLaneShare>
+SPARGE_DEVICE void balance_channels(float (&channel)[kLaneShare]) {
+  float largest = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kLaneShare; ++i) largest = fmaxf(largest, channel[i]);
+  largest = lane_max<1, kWarpSize>(largest);
+  float roots = 0.0f, count = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kLaneShare; ++i) {
+    const bool counts = channel[i] > 0.0f;
+    channel[i] = __fsqrt_rn(fmaxf(channel[i], largest * kLeastExtent));
+    if (counts) roots += channel[i], count += 1.0f;
+  }
+  roots = lane_sum<1, kWarpSize>(roots), count = lane_sum<1, kWarpSize>(count);
+  // False where the largest is 0 or infinite.
+  const bool balances = __fsqrt_rn(largest) * count > kLeastExcess * roots && largest < -kMinusInfinity;
+#pragma unroll
+  for (int i = 0; i < kLaneShare; ++i) channel[i] = balances ? channel[i] : kNoBalance;
+}
+
+SPARGE_DEVICE void add_and_subtract(float& a, float& b) {
+  const float sum = a + b;
+  b = a - b;
+  a = sum;
+}
+
+// Eight neighbouring channels of one thread.
+SPARGE_DEVICE void rotate(float (&x)[8]) {
+#pragma unroll
+  for (int step = 1; step < 8; step *= 2)
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+      if (!(i & step)) add_and_subtract(x[i], x[i + step]);
+}
+
+// Neighbouring channels of a lane, whose neighbours have the rest of the eight.
+template <int kLaneShare>
+SPARGE_DEVICE void rotate_lanes(float (&x)[kLaneShare], i32 lane) {
+#pragma unroll
+  for (int step = 1; step < kLaneShare; step *= 2)
+#pragma unroll
+    for (int i = 0; i < kLaneShare; ++i)
+      if (!(i & step)) add_and_subtract(x[i], x[i + step]);
+#pragma unroll
+  for (int step = 1; step < 8 / kLaneShare; step *= 2)
+#pragma unroll
+    for (int i = 0; i < kLaneShare; ++i) {
+      const float other = __shfl_xor_sync(kFullWarp, x[i], step);
+      x[i] = lane & step ? other - x[i] : x[i] + other;
+    }
+}
+
+// As rotate, of channels times `factor`. Products are rounded before they are added, so that every kernel has the same bits.
+template <typename Float>
+SPARGE_DEVICE void scale_and_rotate(float (&x)[8], Float* factor) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) x[i] = __fmul_rn(x[i], factor[i]);
+  rotate(x);
+}
+
+// Eight channels of a query, as bf16 then: half a percent more error than float32, and a warp that keeps none of them reads them
+// again.
+template <DType kType, typename Float>
+SPARGE_DEVICE void rotate_queries(Chunk& chunk, Float* balance) {
+  float x[8];
+#pragma unroll
+  for (int i = 0; i < 8; i += 2) unpack_pair(kType, chunk.word[i / 2], x[i], x[i + 1]);
+  scale_and_rotate(x, balance);
+#pragma unroll
+  for (int i = 0; i < 8; i += 2) chunk.word[i / 2] = ptx::pack_bf16(x[i], x[i + 1]);
+}
+
+}  // namespace sparge
