@@ -49,8 +49,10 @@ SPARGE_DEVICE void scale_queries(Smem& smem, i32 first_row) {
 struct QueryRows {
   static constexpr int kPasses = kWarpRows / kTokensPerPass;
   Chunk chunk[kPasses];
+  bool balanced = false;  // see common/balance.cuh
 
   SPARGE_DEVICE QueryRows(const AttendParams& p, const Work& work) {
+    if constexpr (is_quantized(kElement)) balanced = p.balance[work.kv_at * kHeadDim] != kNoBalance;
     with_chunks(p.q, work.b, work.head, p.problem.channels, [&](auto rows) {
 #pragma unroll
       for (int pass = 0; pass < kPasses; ++pass) chunk[pass] = rows.load(work.token(p.problem, row(pass)), channel());
@@ -68,7 +70,6 @@ struct QueryRows {
 template <DType kType>
 SPARGE_DEVICE void store_rows(Smem& smem, const AttendParams& p, const QueryRows& rows, bool finite) {
   const i32 channel = QueryRows::channel();
-  const float* balance = p.balance + smem.work.kv_at * kHeadDim;
 #pragma unroll
   for (int pass = 0; pass < QueryRows::kPasses; ++pass) {
     const i32 row = QueryRows::row(pass);
@@ -82,9 +83,9 @@ SPARGE_DEVICE void store_rows(Smem& smem, const AttendParams& p, const QueryRows
       dot = lane_sum<1, kTokenLanes>(dot);
       if (channel == 0) smem.q_dot_mean[row] = dot;
     }
-    if (is_quantized(kElement) && balance[0] != kNoBalance) {
+    if (is_quantized(kElement) && rows.balanced) {
       Chunk chunk = rows.chunk[pass];
-      rotate_queries<kType>(chunk, balance + channel);
+      rotate_queries<kType>(chunk, p.balance + smem.work.kv_at * kHeadDim + channel);
 #pragma unroll
       for (int i = 0; i < kLaneChannels; i += 2) unpack_pair(DType::kBf16, chunk.word[i / 2], x[i], x[i + 1]);
     }

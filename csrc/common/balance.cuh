@@ -16,33 +16,28 @@
 namespace sparge {
 
 constexpr float kHadamard = 8.0f;  // H H
-// Extent of a channel relative to the largest: keys that were not sampled may be larger than it tells.
-constexpr float kLeastExtent = 1.0f / 64.0f;
+// Root of a channel's extent relative to the largest: keys that were not sampled may be larger than it tells.
+constexpr float kLeastRoot = 1.0f / 8.0f;
 // Root of the largest extent over the mean of all roots, from which on a head is balanced: an extent three times the others'.
 constexpr float kLeastExcess = 1.6f;
 // Balance of heads that stay as they are.
 constexpr float kNoBalance = 0.0f;
 
-// From the extents of neighbouring channels, a lane's each, to their balance; by one warp. Channels without extent are padding,
-// or the same in all keys.
+// From the extents of neighbouring channels, a lane's each, to their balance; by one warp. count: channels that are no padding,
+// whose extent is 0.
 template <int kLaneShare>
-SPARGE_DEVICE void balance_channels(float (&channel)[kLaneShare]) {
-  float largest = 0.0f;
-#pragma unroll
-  for (int i = 0; i < kLaneShare; ++i) largest = fmaxf(largest, channel[i]);
-  largest = lane_max<1, kWarpSize>(largest);
-  float roots = 0.0f, count = 0.0f;
+SPARGE_DEVICE void balance_channels(float (&channel)[kLaneShare], i32 count) {
+  float most = 0.0f, sum = 0.0f;
 #pragma unroll
   for (int i = 0; i < kLaneShare; ++i) {
-    const bool counts = channel[i] > 0.0f;
-    channel[i] = __fsqrt_rn(fmaxf(channel[i], largest * kLeastExtent));
-    if (counts) roots += channel[i], count += 1.0f;
+    channel[i] = __fsqrt_rn(channel[i]);
+    most = fmaxf(most, channel[i]), sum += channel[i];
   }
-  roots = lane_sum<1, kWarpSize>(roots), count = lane_sum<1, kWarpSize>(count);
-  // False where the largest is 0 or infinite.
-  const bool balances = __fsqrt_rn(largest) * count > kLeastExcess * roots && largest < -kMinusInfinity;
+  most = lane_max<1, kWarpSize>(most), sum = lane_sum<1, kWarpSize>(sum);
+  // False where one is no number or infinite, or all are 0.
+  const bool balances = most * static_cast<float>(count) > kLeastExcess * sum;
 #pragma unroll
-  for (int i = 0; i < kLaneShare; ++i) channel[i] = balances ? channel[i] : kNoBalance;
+  for (int i = 0; i < kLaneShare; ++i) channel[i] = balances ? fmaxf(channel[i], most * kLeastRoot) : kNoBalance;
 }
 
 SPARGE_DEVICE void add_and_subtract(float& a, float& b) {

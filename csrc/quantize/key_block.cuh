@@ -181,7 +181,7 @@ SPARGE_DEVICE void balance_keys(const QuantizeParams& p, KeySmem& smem, const Ru
   const i32 channel = lane * kLaneShare, at = run.head_at * kHeadDim + channel;
   float balance[kLaneShare], factor[kLaneShare];
   load_floats(balance, p.k_extent + at);
-  balance_channels(balance);
+  balance_channels(balance, p.problem.channels);
 #pragma unroll
   for (int i = 0; i < kLaneShare; ++i) factor[i] = __frcp_rn(kHadamard * balance[i]);
   store_floats(smem.factor + channel, factor);
@@ -202,7 +202,7 @@ SPARGE_DEVICE void quantize_keys(const QuantizeParams& p, const Chunks<kSource>&
   if constexpr (kEarly) load(true);
   if constexpr (is_quantized(kElement)) {
     if (const i32 channel = threadIdx.x; channel < kHeadDim) smem.origin[0][channel] = p.k_mean[run.head_at * kHeadDim + channel];
-    if (const Thread thread; thread.warp == 0) balance_keys(p, smem, run, thread.lane);
+    if (const Thread thread; thread.warp == kWarps - 1) balance_keys(p, smem, run, thread.lane);
   }
 #pragma unroll 1
   while (slots.block >= run.first) {

@@ -90,11 +90,9 @@ class Setting:
         INT8: the root of how large the channel is in the keys, or 0 in heads whose largest root is
         at most 1.6 times the mean."""
         extent = (self.k - self.key_centre).masked_fill(~self.valid[:, None, :, None], 0)
-        extent = extent.abs().amax(2, keepdim=True)
-        largest = extent.amax(-1, keepdim=True)
-        roots, counts = extent.maximum(largest / 64).sqrt(), extent > 0
-        mean = (roots * counts).sum(-1, keepdim=True) / counts.sum(-1, keepdim=True).clamp(min=1)
-        return torch.where(largest.sqrt() > 1.6 * mean, roots, 0.0)
+        roots = extent.abs().amax(2, keepdim=True).sqrt()
+        most, mean = roots.amax(-1, keepdim=True), roots.mean(-1, keepdim=True)
+        return torch.where(most > 1.6 * mean, roots.maximum(most / 8), 0.0)
 
     @property
     def value_centre(self) -> Tensor:

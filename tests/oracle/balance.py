@@ -8,18 +8,15 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 ROTATED = 8  # neighbouring channels
-LEAST_EXTENT = 2.0**-6  # of a channel, relative to the largest
+LEAST_ROOT = 2.0**-3  # of a channel's extent, relative to the largest
 LEAST_EXCESS = 1.6
 
 
 def balance(extent: Tensor) -> Tensor:
     """Factors (..., D) of Q's channels, from the extents of K's; 0 where heads stay as they are."""
-    largest = extent.nan_to_num(0, torch.inf).amax(-1, keepdim=True)
-    roots = torch.fmax(extent, largest * LEAST_EXTENT).sqrt()
-    mean = roots.masked_fill(extent == 0, 0).sum(-1, keepdim=True)
-    mean = mean / (extent > 0).sum(-1, keepdim=True).clamp(min=1)
-    balances = largest.isfinite() & (largest.sqrt() > LEAST_EXCESS * mean)
-    return roots.masked_fill(~balances, 0)
+    roots = extent.sqrt()
+    most, mean = roots.amax(-1, keepdim=True), roots.mean(-1, keepdim=True)
+    return roots.maximum(most * LEAST_ROOT).masked_fill(~(most > LEAST_EXCESS * mean), 0)
 
 
 def rotate(x: Tensor) -> Tensor:

@@ -149,11 +149,10 @@ def sampled_mean(k: Tensor, key_lengths: Tensor | None, stride: int) -> Tensor:
 
 
 def sampled_extent(k: Tensor, key_lengths: Tensor | None, stride: int, kbar: Tensor) -> Tensor:
-    """(B, Hkv, D) float32: largest |k - kbar| of such a sample; numbers that are none are left
-    out."""
+    """(B, Hkv, D) float32: largest |k - kbar| of such a sample."""
     keys, counts = _sample(k, key_lengths, stride)
     away = (keys.float() - kbar.unsqueeze(2)).abs()
-    return torch.where(counts & ~away.isnan(), away, 0).amax(2)
+    return torch.where(counts, away, 0).amax(2)
 
 
 def _sample(k: Tensor, key_lengths: Tensor | None, stride: int) -> tuple[Tensor, Tensor]:

@@ -74,7 +74,6 @@ struct Feeder {
     for (i32 at = feeder_thread(); at < kHeadDim; at += kFeederThreads) {
       queries.v_mean[at] = p.v_mean[queries.work.kv_at * kHeadDim + at];
       queries.v_scale[at] = p.v_scale[queries.work.kv_at * kHeadDim + at];
-      queries.balance[at] = p.balance[queries.work.kv_at * kHeadDim + at];
     }
   }
 

@@ -123,7 +123,8 @@ struct Queries {
   float row_sum_factor;          // see attend/output_scale.cuh
   float zero_if_finite;          // 16 bits: NaN where a key or a value of the head is not finite
   i32 token[kQueryBlock];        // -1: none
-  alignas(16) float v_mean[kHeadDim], v_scale[kHeadDim], balance[kHeadDim];
+  alignas(16) float v_mean[kHeadDim], v_scale[kHeadDim];
+  alignas(16) float balance[kHeadDim];  // where the head is balanced
   // Arrivals at asked: the feeder's first thread, once `work` is there; at ready: each feeder thread; at free: each consumer
   // thread. The parity starts at 0, as in the ring of stages.
   u64 asked, ready, free;

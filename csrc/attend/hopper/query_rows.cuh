@@ -50,12 +50,11 @@ struct QueryRows {
 
   SPARGE_DEVICE void quantize(u8* tile) const {
     fetch_groups();
+    const bool balanced = p.balance[queries.work.kv_at * kHeadDim] != kNoBalance;
     wait_for_chunks();
-    const bool half = rows.half(), balanced = uniform(queries.balance[0] != kNoBalance);
-    if (balanced && half) rotate_groups<DType::kFp16>();
-    if (balanced && !half) rotate_groups<DType::kBf16>();
+    if (balanced) rotate();
     __syncwarp();
-    if (half && !balanced)
+    if (rows.half() && !balanced)
       quantize_groups<DType::kFp16>(tile);
     else
       quantize_groups<DType::kBf16>(tile);
@@ -114,6 +113,18 @@ struct QueryRows {
 #pragma unroll 1
     for (i32 load = 0, row; (row = row_of(load)) < kQueryBlock; ++load)
       rows.fetch(smem.raw[row][ptx::thread_index() % kRowChunks], queries.token[row], channel());
+  }
+
+  SPARGE_DEVICE void rotate() const {
+    // By each warp: all of them store the same.
+#pragma unroll 1
+    for (i32 at = ptx::thread_index() % kWarpSize; at < kHeadDim; at += kWarpSize)
+      queries.balance[at] = p.balance[queries.work.kv_at * kHeadDim + at];
+    __syncwarp();
+    if (rows.half())
+      rotate_groups<DType::kFp16>();
+    else
+      rotate_groups<DType::kBf16>();
   }
 
   // Volatile: each factor is read when it is needed, for there are no registers for eight.
