@@ -32,7 +32,7 @@ Override = Callable[..., Tensor]
 
 #: One layer is compared again in one of so many sparse steps, for overrides that begin to act in
 #: the middle of a run: of 30 layers that is less than a hundredth of the attention.
-_AGAIN_EVERY = 4
+_AGAIN_EVERY = 8
 #: Parts of names of backends that approximate: sparse ones, and one in 4 bits.
 _APPROXIMATIONS = ("solattn", "sageattn3", "spassage")
 #: Types that lead everywhere from a closure, so they are not searched.
@@ -43,7 +43,7 @@ _NOT_WALKED = (type, ModuleType, torch.nn.Module)
 ROWS = 32
 #: Heads of keys that are compared, other ones in each layer and step: all 40 of a 14B model would
 #: take 9 % of a run of four steps.
-HEADS = 4
+HEADS = 2
 #: Keys that are summed over side by side: one long sum keeps little of a GPU busy.
 _CHUNK = 1024
 #: Bytes of a part of the keys in float32.

@@ -79,7 +79,7 @@ SPARGE_DEVICE bool sum_keys(const QuantizeParams& p, const Chunks<kSource>& rows
                             const Chunk (&chunk)[kPasses], float (&x)[kPasses][kLaneChannels]) {
   const Thread thread;
   const float* origin = &smem.origin[origin_of(block)][thread.channel];
-  float zero = 0.0f;
+  float amax = 0.0f, zero = 0.0f;
 #pragma unroll
   for (int pass = 0; pass < kPasses; ++pass) {
     rows.unpack(chunk[pass], x[pass]);
@@ -89,7 +89,10 @@ SPARGE_DEVICE bool sum_keys(const QuantizeParams& p, const Chunks<kSource>& rows
     if constexpr (is_quantized(kElement)) {
       const float inside = one_if(thread.token + pass * kTokensPerPass < count);
 #pragma unroll
-      for (int i = 0; i < kLaneChannels; ++i) x[pass][i] = __fmaf_rn(-inside, origin[i], x[pass][i]);
+      for (int i = 0; i < kLaneChannels; ++i) {
+        x[pass][i] = __fmaf_rn(-inside, origin[i], x[pass][i]);
+        amax = ptx::max_or_nan(amax, fabsf(x[pass][i]));
+      }
     }
   }
   float sums[kLaneChannels];
@@ -124,16 +127,17 @@ SPARGE_DEVICE bool sum_keys(const QuantizeParams& p, const Chunks<kSource>& rows
     store_sums(smem.squares, thread, squares);
   }
   if constexpr (is_quantized(kElement)) {
-    // Volatile: each factor is read when it is needed, as registers hold the keys.
-    const volatile float* factor = &smem.factor[thread.channel];
-    if (smem.balances)
+    if (smem.balances) {
+      // Volatile: each factor is read when it is needed, as registers hold the keys.
+      const volatile float* factor = &smem.factor[thread.channel];
+      amax = 0.0f;
 #pragma unroll
-      for (int pass = 0; pass < kPasses; ++pass) scale_and_rotate(x[pass], factor);
-    float amax = 0.0f;
+      for (int pass = 0; pass < kPasses; ++pass) {
+        scale_and_rotate(x[pass], factor);
 #pragma unroll
-    for (int pass = 0; pass < kPasses; ++pass)
-#pragma unroll
-      for (int i = 0; i < kLaneChannels; ++i) amax = ptx::max_or_nan(amax, fabsf(x[pass][i]));
+        for (int i = 0; i < kLaneChannels; ++i) amax = ptx::max_or_nan(amax, fabsf(x[pass][i]));
+      }
+    }
     amax = lane_max_or_nan<1, kWarpSize>(amax);
     if (thread.lane == 0) smem.amax[thread.warp] = amax;
   }
@@ -183,7 +187,7 @@ SPARGE_DEVICE void balance_keys(const QuantizeParams& p, KeySmem& smem, const Ru
   load_floats(balance, p.k_extent + at);
   balance_channels(balance, p.problem.channels);
 #pragma unroll
-  for (int i = 0; i < kLaneShare; ++i) factor[i] = __frcp_rn(kHadamard * balance[i]);
+  for (int i = 0; i < kLaneShare; ++i) factor[i] = key_factor(balance[i]);
   store_floats(smem.factor + channel, factor);
   if (lane == 0) smem.balances = balance[0] != kNoBalance;
   if (run.first == 0) store_floats(p.balance + at, balance);

@@ -34,7 +34,7 @@ SPARGE_DEVICE void pool_key(const QuantizeParams& p, const Run& run, i32 lane, i
   if constexpr (is_quantized(kElement)) {
     float largest = 0.0f, four[4] = {}, rotated[kLaneShare];
 #pragma unroll
-    for (int i = 0; i < kLaneShare; ++i) rotated[i] = factor ? __fmul_rn(mean[i], factor[channel + i]) : mean[i];
+    for (int i = 0; i < kLaneShare; ++i) rotated[i] = factor ? mean[i] * factor[channel + i] : mean[i];
     if (factor) rotate_lanes(rotated, lane);
 #pragma unroll
     for (int i = 0; i < kLaneShare; ++i) largest = fmaxf(largest, fabsf(rotated[i])), four[i] = rotated[i];

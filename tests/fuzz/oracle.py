@@ -87,12 +87,16 @@ class Setting:
     @property
     def channel_factors(self) -> Tensor:
         """(B, H, 1, D): what queries' channels are multiplied by and keys' divided on the way to
-        INT8: the root of how large the channel is in the keys, or 0 in heads whose largest root is
-        at most 1.6 times the mean."""
+        INT8: a power of two near the root of how large the channel is in the keys, or 0 in heads
+        whose largest root is at most 1.6 times the mean."""
         extent = (self.k - self.key_centre).masked_fill(~self.valid[:, None, :, None], 0)
-        roots = extent.abs().amax(2, keepdim=True).sqrt()
+        # Roots and powers as from the bits of float32: what is near one of their limits falls on
+        # the same side.
+        bits = extent.abs().amax(2, keepdim=True).float().view(torch.int32)
+        roots = ((bits >> 1) + 0x1FC00000).view(torch.float32)
         most, mean = roots.amax(-1, keepdim=True), roots.mean(-1, keepdim=True)
-        return torch.where(most > 1.6 * mean, roots.maximum(most / 8), 0.0)
+        powers = (roots.maximum(most / 8).view(torch.int32) + 0x400000) & 0x7F800000
+        return torch.where(most > 1.6 * mean, powers.view(torch.float32).double(), 0.0)
 
     @property
     def value_centre(self) -> Tensor:

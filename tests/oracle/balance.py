@@ -8,15 +8,25 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 ROTATED = 8  # neighbouring channels
-LEAST_ROOT = 2.0**-3  # of a channel's extent, relative to the largest
+LEAST_ROOT = 0.125  # of a channel's extent, relative to the largest
 LEAST_EXCESS = 1.6
 
 
 def balance(extent: Tensor) -> Tensor:
-    """Factors (..., D) of Q's channels, from the extents of K's; 0 where heads stay as they are."""
-    roots = extent.sqrt()
+    """Factors (..., D) of Q's channels, from the extents of K's, powers of two near their roots; 0
+    where heads stay as they are."""
+    roots = _of_bits((_bits(extent) >> 1) + 0x1FC00000)
     most, mean = roots.amax(-1, keepdim=True), roots.mean(-1, keepdim=True)
-    return roots.maximum(most * LEAST_ROOT).masked_fill(~(most > LEAST_EXCESS * mean), 0)
+    rounded = _of_bits((_bits(roots.maximum(most * LEAST_ROOT)) + 0x00400000) & 0x7F800000)
+    return rounded.masked_fill(~(most > LEAST_EXCESS * mean), 0)
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.float().contiguous().view(torch.int32)
+
+
+def _of_bits(bits: Tensor) -> Tensor:
+    return bits.view(torch.float32)
 
 
 def rotate(x: Tensor) -> Tensor:
