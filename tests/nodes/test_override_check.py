@@ -41,7 +41,7 @@ def assert_given(got, override, step, error=0.0):
 
 
 def test_a_plain_one_is_passed_by_when_it_is_known(sampled, step):
-    """In the first step each layer tells, then one layer in every fourth."""
+    """In the first step each layer tells, then one layer in every eighth."""
     calls = []
 
     def theirs(func, *args, **kwargs):
@@ -49,7 +49,7 @@ def test_a_plain_one_is_passed_by_when_it_is_known(sampled, step):
         return func(*args, **kwargs)
 
     got = sampled(step, LEVELS, prepared=setting(theirs), **ALL)
-    assert got.counts.reasons == {CHECKING: BLOCKS + 3} and len(calls) == BLOCKS + 3
+    assert got.counts.reasons == {CHECKING: BLOCKS + 2} and len(calls) == BLOCKS + 2
     assert got.counts.sparse == len(LEVELS) * BLOCKS - len(calls)
     assert got.run.override_checks._checks  # nothing of it outlives the run
 
@@ -65,7 +65,7 @@ def test_a_meaning_is_kept(sampled, step, meaning, widgets):
 
 def test_the_first_dense_step_tells(sampled, step):
     got = sampled(step, [0.9, *LEVELS[4:]], prepared=setting(override_of(backend)), topk=1.0)
-    assert got.counts.reasons == {"before start_percent 0.2": BLOCKS, CHECKING: 2}
+    assert got.counts.reasons == {"before start_percent 0.2": BLOCKS, CHECKING: 1}
 
 
 def test_a_prompt_that_comes_later_tells_for_itself(session, patch, runs, step):
@@ -79,7 +79,7 @@ def test_a_prompt_that_comes_later_tells_for_itself(session, patch, runs, step):
     setting(override_of(backend))(patched)
     Session(patched).sample(step, LEVELS[:6])
     ((run, _),) = runs
-    assert run.counts.reasons == {CHECKING: 2 * BLOCKS + 2}
+    assert run.counts.reasons == {CHECKING: 2 * BLOCKS + 1}
 
 
 def test_one_that_begins_to_act_is_found_and_every_layer_tells_again(sampled, step):
@@ -92,8 +92,8 @@ def test_one_that_begins_to_act_is_found_and_every_layer_tells_again(sampled, st
     telling.levels = list(LEVELS)
     got = sampled(telling, LEVELS, prepared=setting(override_of(begins)), **ALL)
     reasons = got.counts.reasons
-    # From step 5 on it acts, which that step's layer tells; the other one in the step after.
-    assert reasons == {CHECKING: BLOCKS + 1 + 1 + 1, CHANGES: 1 + 5 * BLOCKS}
+    # From step 5 on it acts, which the layer of step 9 tells; the other one in the step after.
+    assert reasons == {CHECKING: BLOCKS + 1 + 1 + 1, CHANGES: 1 + BLOCKS}
     assert got.counts.sparse == len(LEVELS) * BLOCKS - reasons.total()
 
 
@@ -138,7 +138,7 @@ def test_reading_waits_once_a_step_and_only_after_a_comparison(sampled, step, mo
         reads.clear()
         sampled(step, LEVELS, prepared=prepared, conditionings=([0], [1]), **ALL)
         counts.append(len(reads))
-    assert counts[1] - counts[0] == 4, "after the first step, and after three more"
+    assert counts[1] - counts[0] == 3, "after the first step, and after two more"
 
 
 def test_a_result_of_another_shape_is_a_change(sampled, step):

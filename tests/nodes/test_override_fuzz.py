@@ -22,9 +22,9 @@ from tests.nodes.parts import HEADS, TOKENS, relative_error
 pytestmark = pytest.mark.usefixtures("reference_allowed")
 
 KEY, CASES = "optimized_attention_override", 16
-LEVELS = [0.95 - 0.07 * step for step in range(12)]
+LEVELS = [0.95 - 0.07 * step for step in range(13)]
 #: Steps until one layer is compared again, and all are.
-NOTICED = 5
+NOTICED = 9
 #: Relative error of a call by a plain 8-bit backend and by ours, one against the other.
 TWO_TIMES_EIGHT_BIT = 0.12
 MODES = ("manual", "auto budget")
@@ -44,7 +44,7 @@ class Link:
         names = rng.choice((MEANINGS, MEANINGS, BACKENDS))
         where = rng.choice(("everywhere", "everywhere", "one layer", "one prompt"))
         # A layer alone is compared again in its turn, later than these runs end.
-        begins = 0 if where == "one layer" else rng.choice((0, 0, 0, 5))
+        begins = 0 if where == "one layer" else rng.choice((0, 0, 0, 2))
         return cls(rng.choice(list(names)), where, begins)
 
     def acts(self, options) -> bool:
