@@ -32,7 +32,7 @@ Untracked = Callable[[], AbstractContextManager[None]]
 Dense = Callable[[], Tensor]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Call:
     """An attention call, by views of its tensors: q (B, H, N, D), k and v (B, Hkv, M, D), in any
     strides."""
@@ -96,18 +96,20 @@ class Call:
 
     @property
     def look(self) -> Hashable:
-        """Facts that calls share which look alike: they have the same heads, order and times."""
-        timed = self.by_backend and self.mask is None
-        return self.q.shape, self.k.shape, self.q.dtype, self.q.device, timed
-
-    @property
-    def asked(self) -> Hashable:
-        """Facts that a `Decision` follows from. Lengths count tokens."""
-        lengths, masks = (
-            (self.q.shape[2], self.k.shape[2]),
-            (self.mask is None, self.key_mask is None),
+        """Facts that calls share which look alike: what becomes of them follows from these, from
+        their layer and from their pass."""
+        q, mask = self.q, self.mask
+        return (
+            q.shape,
+            self.k.shape,
+            q.dtype,
+            q.device,
+            self.by_backend,
+            mask is None,
+            self.key_mask is None,
+            self.why_exact,
+            self.reference_tokens,
         )
-        return lengths, masks, self.why_exact, self.reference_tokens
 
     @property
     def shares_keys(self) -> bool:
@@ -162,7 +164,6 @@ class Call:
             order=order,
             head_settings=head_settings,
             stats=stats,
-            output_dtype=self.q.dtype,
         )
         assert isinstance(out, Tensor)  # a pair only with return_lse
         return out.flatten(2) if self.layout == "flat" else out
@@ -255,9 +256,9 @@ class Kind(enum.Enum):
         return cls.CROSS if others & {call.query_tokens, call.key_tokens} else cls.PART
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Decision:
-    """Decision on calls, whatever their layer and their heads are like."""
+    """Decision on calls that look alike, whatever their layer and their heads are like."""
 
     kind: Kind
     why_exact: str | None
@@ -271,6 +272,20 @@ class Decision:
     """Tokens at either end that stay exact in sparse ones."""
     remarks: tuple[str, ...]
     """On sparse ones, for the user."""
+    raises: bool = False
+    """Whether errors are the caller's; else such a call is dense."""
+
+    @classmethod
+    def in_loop(cls, call: Call, layout: TokenLayout) -> Decision:
+        """Decision on calls of a loop over sampling steps: they are of the clip's self-attention,
+        and what is not is exact."""
+        tokens = call.query_tokens
+        if call.key_tokens != tokens:
+            why = "queries and keys differ in number"
+            return cls(Kind.PART, why, tokens, True, (0, 0), (), True)
+        grid = layout.sequence(tokens)
+        ends = (grid.prefix, grid.suffix) if grid else (0, 0)
+        return cls(Kind.SELF, None, tokens, True, ends, (), True)
 
     @classmethod
     def of(

@@ -429,18 +429,16 @@ class Heads:
 
 @dataclass(eq=False)
 class CallKind:
-    """Kind of calls: those of a pass which look alike share it."""
+    """Kind of calls that may be sparse: those of a pass which look alike share it."""
 
-    shape: Shape
     policy: SparsePolicy
     """With what stays exact at either end."""
-    heads: Heads | None
+    heads: Heads | None = None
     """None where all heads follow one policy, or before they are measured."""
-    times: Times | None
+    times: Times | None = None
+    foretold: float | None = None
+    """Seconds of an exact call; None where nobody timed those."""
+    why_slower: str | None = None
+    """Reason why calls whose heads follow the policy would be slower sparse."""
     order: TokenOrder | None = None
-    """Token order of this step where all heads follow one policy, once a call was sparse."""
-
-    @property
-    def why_slower(self) -> str | None:
-        """Reason why calls whose heads follow the policy would be slower sparse, or None."""
-        return self.times and self.times.why_policy_slower(self.policy)
+    """Token order of this step where all heads follow one policy."""

@@ -8,7 +8,7 @@ import statistics
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -233,7 +233,7 @@ class PassRecord:
         if self._nan is not None or self.looked_at not in (None, row):
             return
         if not being_recorded(out.device):
-            with self.untracked():
+            with suppress(torch.OutOfMemoryError), self.untracked():
                 self._nan = out.amax().isnan()
 
     @property
@@ -258,7 +258,7 @@ class PassRecord:
         return self.step == 0 and row in TIMED_LAYERS and self.times(call)
 
     def timed(
-        self, backend: Backend, call: Call, foretold: float | None
+        self, backend: Backend, call: Call, foretold: float | None = None
     ) -> AbstractContextManager[None]:
         """Context around work for a call, where it is timed."""
         return Timed(self, backend, call, foretold) if self.times(call) else _UNTIMED
