@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from functools import partial
-from types import FrameType
 from typing import Any, cast
 
 import torch
@@ -32,8 +30,6 @@ CORE_SPARSE_KEY = "block_sparse_attention"
 
 #: Attribute of our overrides that holds their Mark.
 MARK = "__sparge__"
-#: Most frames between an override and the function of ComfyUI that asked it.
-_FRAMES = 16
 
 
 @dataclass(frozen=True)
@@ -173,19 +169,6 @@ def hook_of(model: Any) -> Hook | None:
     return None
 
 
-def _preferred() -> Override | None:
-    """Function that the running call's model prefers by its file, which ComfyUI from 0.38 on takes
-    out of the call before it asks an override."""
-    frame: FrameType | None = sys._getframe(1)
-    for _ in range(_FRAMES):
-        if frame is None:
-            return None
-        if "preferred_attention" in frame.f_code.co_varnames:
-            return getattr(frame.f_locals.get("preferred_attention"), "function", None)
-        frame = frame.f_back
-    return None
-
-
 def make_override(hook: Hook, previous: Override | None) -> Override:
     """Makes the function that ComfyUI calls in place of its attention backend ``func``. Dense calls
     get their arguments as they came."""
@@ -200,10 +183,11 @@ def make_override(hook: Hook, previous: Override | None) -> Override:
     @untraced
     def attend(func: Override, *args: Any, **kwargs: Any) -> torch.Tensor:
         if previous is None:
-            path = func = _preferred() or func
+            if comfyui.ASKING is not None:
+                func = comfyui.preferred_attention() or func
+            dense = partial(func, *args, **kwargs)
         else:
-            path = partial(previous, func)
-        dense = partial(path, *args, **kwargs)
+            dense = partial(previous, func, *args, **kwargs)
         options = kwargs.get("transformer_options") or {}
         forward = options.get(FORWARD_KEY)
         if forward is None or forward.session.owner is not hook:

@@ -133,7 +133,8 @@ class LayerCounter:
         if published is None and self._refiners < self.layout.refiners:
             return self._refiner()
         again = published is None and self.calls > 0 and self._is_without_text(tokens)
-        if not again and not self._counts(tokens, published is not None):
+        is_whole = again or tokens >= self.layout.grid_tokens
+        if not is_whole and not self._counts(tokens, published is not None):
             return self.peek(options)
         if heads <= self._heads_left:
             self._heads_left -= heads
@@ -189,13 +190,12 @@ class LayerCounter:
         return tokens == known.tokens - text
 
     def _counts(self, tokens: int, published: bool) -> bool:
-        """Whether a call is counted: not one of text or sound alone.
+        """Whether a call of fewer tokens than the grid has is counted: not one of text or sound
+        alone.
 
         LTXV drops tokens of guides that are smaller than the clip: all layers then have as many as
         the first, whose video comes before its sound.
         """
-        if tokens >= self.layout.grid_tokens:
-            return True
         alone = self.layout.text is TextPosition.NONE and tokens >= self.layout.frame_tokens
         if published or not alone:
             return False

@@ -243,8 +243,9 @@ class PassRecord:
 
     def times(self, call: Call) -> bool:
         """Whether a call is timed: a self-attention on a GPU that no CUDA graph records."""
-        whole = call.k.shape[2] == call.q.shape[2]
-        return self.device.type == "cuda" and whole and not being_recorded(self.device)
+        if self.device.type != "cuda" or call.key_tokens != call.query_tokens:
+            return False
+        return not being_recorded(self.device)
 
     def stream(self) -> Any:
         """Current stream of the device. Torch takes ten times as long to give it as its handle."""

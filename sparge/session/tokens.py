@@ -8,6 +8,7 @@ import math
 import re
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from ..order.grid import TokenGrid
 
@@ -25,8 +26,7 @@ class TextPosition(enum.Enum):
     NONE = "none"
 
 
-@dataclass(frozen=True)
-class Layer:
+class Layer(NamedTuple):
     """Layer that a call is of."""
 
     number: int
@@ -141,7 +141,7 @@ class TokenLayout:
             return (text, 0)
         return (0, text) if self.text is TextPosition.LAST else (0, 0)
 
-    @property
+    @cached_property
     def rows(self) -> int:
         """Number of rows of tables that hold one for each self-attention layer, as `row` numbers
         them, where each is called once. Tables grow for further calls."""
