@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 
-from ..sparge.compiling import is_traced_whole, untraced
+from ..sparge.compiling import frame_compiler, is_traced_whole, untraced
 from ..sparge.session import FAILED, Report, Settings
 from . import comfyui
 from .attention_call import call_of
@@ -175,12 +175,13 @@ def make_override(hook: Hook, previous: Override | None) -> Override:
     checked = None if previous is None or comfyui.is_own_backend(previous) else previous
 
     def override(func: Override, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if torch.compiler.is_compiling() and is_traced_whole():
+        if not torch.compiler.is_compiling() and frame_compiler() is None:
+            return attend(func, *args, **kwargs)
+        if is_traced_whole():
             dense = func if previous is None else partial(previous, func)
             return dense(*args, **kwargs)
-        return attend(func, *args, **kwargs)
+        return attend_untraced(func, *args, **kwargs)
 
-    @untraced
     def attend(func: Override, *args: Any, **kwargs: Any) -> torch.Tensor:
         if previous is None:
             if comfyui.ASKING is not None:
@@ -196,5 +197,6 @@ def make_override(hook: Hook, previous: Override | None) -> Override:
         timed = previous is None and name == forward.session.backend_function
         return forward.attend(call_of(args, kwargs, timed), options, checked, dense)
 
+    attend_untraced = untraced(attend)
     setattr(override, MARK, Mark(hook, previous))
     return cast(Override, override)
