@@ -39,13 +39,13 @@ def call_of(
         q, k, v, heads, mask, skip_reshape, skip_output_reshape, options = _named(*args, **kwargs)
     except TypeError:
         return None
-    if not (_is_plain(q) and _is_plain(k) and _is_plain(v) and isinstance(heads, int)):
+    if not isinstance(heads, int) or not (mask is None or _is_plain(mask)):
         return None
-    if mask is not None and not _is_plain(mask):
-        return None
-    # Plain tensors: a GGUF loader's class, which changes new_empty, clone and shape, passes
-    # from the weights of a norm to q and k when DynamicVRAM loads the model.
     if not type(q) is type(k) is type(v) is Tensor:
+        if not (_is_plain(q) and _is_plain(k) and _is_plain(v)):
+            return None
+        # Plain tensors: a GGUF loader's class, which changes new_empty, clone and shape, passes
+        # from the weights of a norm to q and k when DynamicVRAM loads the model.
         q, k, v = q.as_subclass(Tensor), k.as_subclass(Tensor), v.as_subclass(Tensor)
     views = (q, k, v) if skip_reshape else _split(q, k, v, heads)
     if views is None or not _go_together(*views):
@@ -63,15 +63,15 @@ def call_of(
         layout="HND" if skip_output_reshape else "flat",
         by_backend=by_backend,
         mask=mask,
-        key_mask=_key_mask(mask, *views[:2]),
+        key_mask=None if mask is None else _key_mask(mask, *views[:2]),
         why_exact=why_exact,
         reference_tokens=sum(of_model.get(_REFERENCES) or ()),
     )
 
 
-def _key_mask(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+def _key_mask(mask: Tensor, q: Tensor, k: Tensor) -> Tensor | None:
     """Mask of one row of keys for all heads and queries of a batch entry, else None."""
-    if mask is None or not 2 <= mask.ndim <= 4:
+    if not 2 <= mask.ndim <= 4:
         return None
     entries, *same, keys = mask.shape if mask.ndim > 2 else (1, *mask.shape)
     of_batch = entries in (1, q.shape[0]) and keys == k.shape[2]
@@ -96,8 +96,6 @@ def _named(
 def _is_plain(x: object) -> bool:
     """Whether x is a tensor with memory of its own, maybe of a class whose methods are other ones:
     no container of tensors, and no quantized or distributed one."""
-    if type(x) is Tensor:
-        return True
     return isinstance(x, Tensor) and getattr(type(x), _DISPATCH, None) is getattr(Tensor, _DISPATCH)
 
 

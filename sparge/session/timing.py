@@ -125,7 +125,7 @@ class Times:
         """Whether dense calls are computed in 8 bits."""
         return not self.exact_dense and self.eight_bit * (1 + MARGIN) <= self.exact
 
-    @property
+    @functools.cached_property
     def dense(self) -> float:
         return self.eight_bit if self.is_eight_bit else self.exact
 
