@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -232,7 +232,8 @@ class Forward(Pass):
         # whole clip, also where a pass is of a context window.
         packed = extras.get("latent_shapes") or ()
         shape = packed[0] if len(packed) > 1 else x.shape
-        layout = token_layout(model.diffusion_model, shape, context, extras)
+        beside = frozenset(sound[2] for sound in packed[1:])
+        layout = replace(token_layout(model.diffusion_model, shape, context, extras), beside=beside)
         prompts = tuple(options.get("cond_or_uncond") or (0,))
         # Every step may be sparse where no noise level is asked for.
         steps, which = len(run.schedule) or None, run.which(model, x.device)
@@ -244,11 +245,8 @@ class Forward(Pass):
             with run.failures.caught("nothing was shown while the run goes on"):
                 run.progress.at(level)
         run.override_checks.begin_pass(x.device, step)
-        beside = frozenset(sound[2] for sound in packed[1:])
-        return cls(
-            session=run, layout=layout, step=step, device=x.device, layers=LayerCounter(layout),
-            beside=beside,
-        )  # fmt: skip
+        layers = LayerCounter(layout)
+        return cls(session=run, layout=layout, step=step, device=x.device, layers=layers)
 
     def attend(
         self,

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Collection, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -173,16 +173,10 @@ class Call:
         return self.sparse(EIGHT_BIT_DENSE)
 
 
-def _exact() -> None:
-    """Stands for 8-bit dense attention where a call has to be exact."""
-
-
 class DenseOnce:
     """Dense result of a call in its layout, computed once however often it is asked for."""
 
-    def __init__(
-        self, exact: Callable[[], Tensor], eight_bit: Callable[[], Tensor | None] = _exact
-    ) -> None:
+    def __init__(self, exact: Dense, eight_bit: Callable[[], Tensor | None]) -> None:
         """exact: by whatever serves the framework's exact calls. eight_bit: by 8-bit dense
         attention; gives None where exact attention is to be."""
         self._exact, self._eight_bit = exact, eight_bit
@@ -248,11 +242,11 @@ class Kind(enum.Enum):
     """Attention to the prompt, or between the clip and what is sampled beside it."""
 
     @classmethod
-    def of(cls, call: Call, layout: TokenLayout, beside: Collection[int] = ()) -> Kind:
-        """Kind of a call, by lengths of what the model is given. beside: as in `Decision.of`."""
+    def of(cls, call: Call, layout: TokenLayout) -> Kind:
+        """Kind of a call, by lengths of what the model is given."""
         if call.query_tokens == call.key_tokens:
             return cls.SELF
-        others = {layout.context, *layout.prompts, *beside} - {layout.grid_tokens}
+        others = {layout.context, *layout.prompts, *layout.beside} - {layout.grid_tokens}
         return cls.CROSS if others & {call.query_tokens, call.key_tokens} else cls.PART
 
 
@@ -288,16 +282,13 @@ class Decision:
         return cls(Kind.SELF, None, tokens, True, ends, (), True)
 
     @classmethod
-    def of(
-        cls, call: Call, layout: TokenLayout, settings: Settings, beside: Collection[int] = ()
-    ) -> Decision:
-        """beside: numbers of tokens of what is sampled beside the clip (sound), alone."""
-        kind, tokens = Kind.of(call, layout, beside), call.query_tokens
+    def of(cls, call: Call, layout: TokenLayout, settings: Settings) -> Decision:
+        kind, tokens = Kind.of(call, layout), call.query_tokens
         sequence = tokens
         if kind is Kind.PART:
             longer = max(tokens, call.key_tokens)
             sequence = min(longer, layout.grid_tokens or longer)
-        alone = tokens in beside and tokens != layout.grid_tokens
+        alone = tokens in layout.beside and tokens != layout.grid_tokens
         long = min(tokens, call.key_tokens) >= layout.frame_tokens
         return cls(
             kind,

@@ -454,15 +454,6 @@ class Report:
         of_found = mean_error(found, weight)
         return mean_error(self._joined("expected"), weight) if of_found is None else of_found
 
-    def errors_by_layer(self) -> dict[int, float]:
-        """Mean expected error of each layer, over the heads of all shapes."""
-        found: dict[int, list[Tensor]] = defaultdict(list)
-        for shape in self.heads:
-            for place, layer in enumerate(shape.layers):
-                found[layer].append(torch.stack([shape.expected[place], shape.weight[place]]))
-        means = {layer: mean_error(*torch.cat(heads, 1)) for layer, heads in found.items()}
-        return {layer: mean for layer, mean in means.items() if mean is not None}
-
     def _joined(self, name: str) -> Tensor:
         values = [getattr(shape, name).flatten() for shape in self.heads]
         return torch.cat(values) if values else torch.empty(0, device="cpu")

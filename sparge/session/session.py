@@ -257,8 +257,6 @@ class Pass:
     layout: TokenLayout
     step: Step
     device: torch.device
-    beside: frozenset[int] = frozenset()
-    """Numbers of tokens of what is sampled beside the clip (sound), alone."""
     unusable: str | None = None
     """Reason why no call of it can be sparse."""
     handing_on: bool = field(default=False, init=False, repr=False)
@@ -351,7 +349,7 @@ class Pass:
         elif found is None:
             found = Decision(Kind.CROSS, FAILED, call.query_tokens, False, (0, 0), ())
             with self.session.failures.caught("a call was computed dense"):
-                found = Decision.of(call, self.layout, self.session.settings, self.beside)
+                found = Decision.of(call, self.layout, self.session.settings)
             self._decisions[key] = found
         return found
 

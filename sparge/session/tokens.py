@@ -55,6 +55,7 @@ class TokenLayout:
         heads: attention heads of this process; None when they are not known before a call.
         context: tokens of text that the model is given.
         prompts: lengths of further sequences beside the clip that it is given, such as pictures.
+        beside: numbers of tokens of what is sampled beside the clip (sound), alone.
         remark: what sparse runs of a model without a row say; "" with one.
         ranks: processes that share the tokens outside of attention, which sees them as dealt.
     """
@@ -72,6 +73,7 @@ class TokenLayout:
     heads: int | None = None
     context: int = 0
     prompts: frozenset[int] = frozenset()
+    beside: frozenset[int] = frozenset()
     remark: str = ""
     ranks: int = 1
 
