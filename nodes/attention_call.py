@@ -39,18 +39,20 @@ def call_of(
         q, k, v, heads, mask, skip_reshape, skip_output_reshape, options = _named(*args, **kwargs)
     except TypeError:
         return None
-    tensors = (q, k, v) if mask is None else (q, k, v, mask)
-    if not isinstance(heads, int) or not all(map(_is_plain, tensors)):
+    if not isinstance(heads, int) or not (mask is None or _is_plain(mask)):
         return None
-    # Plain tensors: a GGUF loader's class, which changes new_empty, clone and shape, passes
-    # from the weights of a norm to q and k when DynamicVRAM loads the model.
-    q, k, v = q.as_subclass(Tensor), k.as_subclass(Tensor), v.as_subclass(Tensor)
+    if not type(q) is type(k) is type(v) is Tensor:
+        if not (_is_plain(q) and _is_plain(k) and _is_plain(v)):
+            return None
+        # Plain tensors: a GGUF loader's class, which changes new_empty, clone and shape, passes
+        # from the weights of a norm to q and k when DynamicVRAM loads the model.
+        q, k, v = q.as_subclass(Tensor), k.as_subclass(Tensor), v.as_subclass(Tensor)
     views = (q, k, v) if skip_reshape else _split(q, k, v, heads)
     if views is None or not _go_together(*views):
         return None
     why_exact = None
-    if others := options.keys() - _KNOWN_OPTIONS:
-        changing = (x for x in options if x in others and options[x] is not None)
+    if not _KNOWN_OPTIONS.issuperset(options):
+        changing = (x for x in options if x not in _KNOWN_OPTIONS and options[x] is not None)
         why_exact = unknown_options(x for x in changing if options[x] is not False)
     if options.get("low_precision_attention") is False:
         why_exact = "the model asks for full precision here"
@@ -61,15 +63,15 @@ def call_of(
         layout="HND" if skip_output_reshape else "flat",
         by_backend=by_backend,
         mask=mask,
-        key_mask=_key_mask(mask, *views[:2]),
+        key_mask=None if mask is None else _key_mask(mask, *views[:2]),
         why_exact=why_exact,
         reference_tokens=sum(of_model.get(_REFERENCES) or ()),
     )
 
 
-def _key_mask(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+def _key_mask(mask: Tensor, q: Tensor, k: Tensor) -> Tensor | None:
     """Mask of one row of keys for all heads and queries of a batch entry, else None."""
-    if mask is None or not 2 <= mask.ndim <= 4:
+    if not 2 <= mask.ndim <= 4:
         return None
     entries, *same, keys = mask.shape if mask.ndim > 2 else (1, *mask.shape)
     of_batch = entries in (1, q.shape[0]) and keys == k.shape[2]
@@ -102,22 +104,30 @@ def _split(q: Tensor, k: Tensor, v: Tensor, heads: int) -> tuple[Tensor, Tensor,
     their own; None for other shapes."""
     if q.ndim != 3 or heads < 1 or q.shape[-1] % heads or not (q.numel() and k.numel()):
         return None
-    batch, head_dim = q.shape[0], q.shape[-1] // heads
+    batch, _, width = q.shape
+    head_dim = width // heads
     found = []
     for x in (q, k, v):
-        if x.ndim == 3 and x.shape[0] != batch and x.numel() % (batch * x.shape[-1]) == 0:
-            x = x.reshape(batch, -1, x.shape[-1])  # HyperTile cuts queries alone into tiles
-        if x.ndim == 3 and x.shape[-1] % head_dim == 0:
-            x = x.view(*x.shape[:2], x.shape[-1] // head_dim, head_dim)
-        if x.ndim != 4:
+        sizes = x.shape
+        if len(sizes) == 3 and sizes[0] != batch and x.numel() % (batch * sizes[2]) == 0:
+            x = x.reshape(batch, -1, sizes[2])  # HyperTile cuts queries alone into tiles
+            sizes = x.shape
+        if len(sizes) == 4:
+            found.append(x.transpose(1, 2))
+        elif len(sizes) == 3 and sizes[2] % head_dim == 0:
+            entry, token, channel = x.stride()
+            of_heads = sizes[0], sizes[2] // head_dim, sizes[1], head_dim
+            # In one step where a view and its transpose take two.
+            found.append(x.as_strided(of_heads, (entry, head_dim * channel, token, channel)))
+        else:
             return None
-        found.append(x.transpose(1, 2))
     return found[0], found[1], found[2]
 
 
 def _go_together(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether views have one batch and one head_dim, and k and v are alike: those may have fewer
     heads (GQA) and another number of tokens than q."""
-    if not q.ndim == k.ndim == 4 or k.shape != v.shape or not (q.numel() and k.numel()):
+    of_q, of_k = q.shape, k.shape
+    if not len(of_q) == len(of_k) == 4 or of_k != v.shape or not (q.numel() and k.numel()):
         return False
-    return q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3] and q.shape[1] % k.shape[1] == 0
+    return of_q[0] == of_k[0] and of_q[3] == of_k[3] and of_q[1] % of_k[1] == 0

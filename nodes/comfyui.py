@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import CodeType, FrameType
 from typing import Any
 
 import comfy.ldm.modules.attention as attention
@@ -29,6 +30,9 @@ _PACKAGES = {
     "attention_sage": "sageattention", "attention_xformers": "xformers",
     "attention_flash": "flash-attn", "attention_comfy_kitchen_int8": "comfy-kitchen",
 }  # fmt: skip
+
+#: Most frames between an override and the function of ComfyUI that asked it.
+_FRAMES = 16
 
 
 def step_sigmas(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[float]:
@@ -99,6 +103,30 @@ def told_apart(text: str) -> str:
     """The lines of a text, ended like sentences but for the last and those before a bracket: Nodes
     2.0 shows breaks between lines as spaces."""
     return re.sub(r"(?<![.:;!?])\n(?!\()", ".\n", text.rstrip())
+
+
+def _asking_code() -> CodeType | None:
+    """Code of ComfyUI's wrapper around its functions for attention, where it takes out of a call
+    which function the model prefers by its file (from 0.38 on)."""
+    wrap = getattr(attention, "wrap_attn", None)
+    code: CodeType | None = getattr(wrap and wrap(lambda: None), "__code__", None)
+    return code if code and "preferred_attention" in code.co_varnames else None
+
+
+#: Code that asks an override, where it knows more than it hands on.
+ASKING = _asking_code()
+
+
+def preferred_attention() -> Callable[..., Any] | None:
+    """Function that the running call's model prefers, where the caller is an override."""
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(_FRAMES):
+        if frame is None:
+            return None
+        if frame.f_code is ASKING:
+            return getattr(frame.f_locals.get("preferred_attention"), "function", None)
+        frame = frame.f_back
+    return None
 
 
 def untracked_allocations() -> AbstractContextManager[None]:

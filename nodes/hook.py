@@ -3,15 +3,13 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from functools import partial
-from types import FrameType
 from typing import Any, cast
 
 import torch
 
-from ..sparge.compiling import is_traced_whole, untraced
+from ..sparge.compiling import frame_compiler, is_traced_whole, untraced
 from ..sparge.session import FAILED, Report, Settings
 from . import comfyui
 from .attention_call import call_of
@@ -32,8 +30,6 @@ CORE_SPARSE_KEY = "block_sparse_attention"
 
 #: Attribute of our overrides that holds their Mark.
 MARK = "__sparge__"
-#: Most frames between an override and the function of ComfyUI that asked it.
-_FRAMES = 16
 
 
 @dataclass(frozen=True)
@@ -173,37 +169,26 @@ def hook_of(model: Any) -> Hook | None:
     return None
 
 
-def _preferred() -> Override | None:
-    """Function that the running call's model prefers by its file, which ComfyUI from 0.38 on takes
-    out of the call before it asks an override."""
-    frame: FrameType | None = sys._getframe(1)
-    for _ in range(_FRAMES):
-        if frame is None:
-            return None
-        if "preferred_attention" in frame.f_code.co_varnames:
-            return getattr(frame.f_locals.get("preferred_attention"), "function", None)
-        frame = frame.f_back
-    return None
-
-
 def make_override(hook: Hook, previous: Override | None) -> Override:
     """Makes the function that ComfyUI calls in place of its attention backend ``func``. Dense calls
     get their arguments as they came."""
     checked = None if previous is None or comfyui.is_own_backend(previous) else previous
 
     def override(func: Override, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if torch.compiler.is_compiling() and is_traced_whole():
+        if not torch.compiler.is_compiling() and frame_compiler() is None:
+            return attend(func, *args, **kwargs)
+        if is_traced_whole():
             dense = func if previous is None else partial(previous, func)
             return dense(*args, **kwargs)
-        return attend(func, *args, **kwargs)
+        return attend_untraced(func, *args, **kwargs)
 
-    @untraced
     def attend(func: Override, *args: Any, **kwargs: Any) -> torch.Tensor:
         if previous is None:
-            path = func = _preferred() or func
+            if comfyui.ASKING is not None:
+                func = comfyui.preferred_attention() or func
+            dense = partial(func, *args, **kwargs)
         else:
-            path = partial(previous, func)
-        dense = partial(path, *args, **kwargs)
+            dense = partial(previous, func, *args, **kwargs)
         options = kwargs.get("transformer_options") or {}
         forward = options.get(FORWARD_KEY)
         if forward is None or forward.session.owner is not hook:
@@ -212,5 +197,6 @@ def make_override(hook: Hook, previous: Override | None) -> Override:
         timed = previous is None and name == forward.session.backend_function
         return forward.attend(call_of(args, kwargs, timed), options, checked, dense)
 
+    attend_untraced = untraced(attend)
     setattr(override, MARK, Mark(hook, previous))
     return cast(Override, override)

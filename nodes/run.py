@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -133,7 +133,8 @@ class LayerCounter:
         if published is None and self._refiners < self.layout.refiners:
             return self._refiner()
         again = published is None and self.calls > 0 and self._is_without_text(tokens)
-        if not again and not self._counts(tokens, published is not None):
+        is_whole = again or tokens >= self.layout.grid_tokens
+        if not is_whole and not self._counts(tokens, published is not None):
             return self.peek(options)
         if heads <= self._heads_left:
             self._heads_left -= heads
@@ -189,13 +190,12 @@ class LayerCounter:
         return tokens == known.tokens - text
 
     def _counts(self, tokens: int, published: bool) -> bool:
-        """Whether a call is counted: not one of text or sound alone.
+        """Whether a call of fewer tokens than the grid has is counted: not one of text or sound
+        alone.
 
         LTXV drops tokens of guides that are smaller than the clip: all layers then have as many as
         the first, whose video comes before its sound.
         """
-        if tokens >= self.layout.grid_tokens:
-            return True
         alone = self.layout.text is TextPosition.NONE and tokens >= self.layout.frame_tokens
         if published or not alone:
             return False
@@ -232,7 +232,8 @@ class Forward(Pass):
         # whole clip, also where a pass is of a context window.
         packed = extras.get("latent_shapes") or ()
         shape = packed[0] if len(packed) > 1 else x.shape
-        layout = token_layout(model.diffusion_model, shape, context, extras)
+        beside = frozenset(sound[2] for sound in packed[1:])
+        layout = replace(token_layout(model.diffusion_model, shape, context, extras), beside=beside)
         prompts = tuple(options.get("cond_or_uncond") or (0,))
         # Every step may be sparse where no noise level is asked for.
         steps, which = len(run.schedule) or None, run.which(model, x.device)
@@ -244,11 +245,8 @@ class Forward(Pass):
             with run.failures.caught("nothing was shown while the run goes on"):
                 run.progress.at(level)
         run.override_checks.begin_pass(x.device, step)
-        beside = frozenset(sound[2] for sound in packed[1:])
-        return cls(
-            session=run, layout=layout, step=step, device=x.device, layers=LayerCounter(layout),
-            beside=beside,
-        )  # fmt: skip
+        layers = LayerCounter(layout)
+        return cls(session=run, layout=layout, step=step, device=x.device, layers=layers)
 
     def attend(
         self,

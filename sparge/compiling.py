@@ -21,6 +21,13 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 transform_level: Callable[[], int | None] = getattr(
     getattr(torch._C, "_functorch", None), "maybe_current_level", lambda: None
 )
+#: Function that compiles the frames which this thread enters; None without: then a function needs
+#: no `untraced`, which takes 4 us a call. True where this version of torch does not tell.
+frame_compiler: Callable[[], object] = getattr(
+    getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None),
+    "get_eval_frame_callback",
+    lambda: True,
+)
 _traced: set[str] = set()
 
 

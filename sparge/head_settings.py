@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -36,6 +35,8 @@ OPTIONAL = {
     "order_kind": (torch.int32, 0),
     "output_scale": (torch.float32, 1.0),
 }
+#: Fields that hold a value of each head.
+_VALUES = ("density", "pool_weight", "router", *OPTIONAL)
 
 
 class SettingsFacts(NamedTuple):
@@ -107,9 +108,11 @@ class HeadSettings:
             ("pools", flag("pools", self.pools)),
         ):
             object.__setattr__(self, name, value)
-        optional = [getattr(self, name) is not None for name in OPTIONAL]
-        facts = (self.heads, self.floor, self.pools, *optional)
-        object.__setattr__(self, "facts", repr(facts))
+        object.__setattr__(self, "facts", self._facts())
+
+    def _facts(self) -> str:
+        optional = self.order_kind is not None, self.output_scale is not None
+        return repr((self.heads, self.floor, self.pools, *optional))
 
     @property
     def heads(self) -> int:
@@ -121,22 +124,25 @@ class HeadSettings:
 
     def on(self, device: torch.device | str) -> HeadSettings:
         """Same values on `device`."""
-        return self._each(lambda values: values.to(device))
+        return replace(self, **{name: x.to(device) for name, x in self.tensors.items()})
 
-    def heads_slice(self, heads: slice | Tensor) -> HeadSettings:
-        """Settings of some of the query heads. heads: a slice, or their numbers in any order."""
-        return self._each(lambda values: values[heads])
-
-    def _each(self, change: Callable[[Tensor], Tensor]) -> HeadSettings:
-        """Settings with all values changed."""
-        return replace(self, **{name: change(x) for name, x in self.tensors.items()})
+    def heads_slice(self, heads: slice) -> HeadSettings:
+        """Settings of some of the query heads: views of these and of their tables, which nothing
+        checks anew."""
+        made = object.__new__(HeadSettings)
+        values = vars(made)
+        values.update(vars(self))
+        for name in _VALUES:
+            if values[name] is not None:
+                values[name] = values[name][heads]
+        values["facts"] = made._facts()
+        values["_tables"] = {key: table[heads] for key, table in self._tables.items()}
+        return made
 
     @property
     def tensors(self) -> dict[str, Tensor]:
         """Values of heads, by name."""
-        values = {
-            name: getattr(self, name) for name in ("density", "pool_weight", "router", *OPTIONAL)
-        }
+        values = {name: getattr(self, name) for name in _VALUES}
         return {name: value for name, value in values.items() if value is not None}
 
     def table(self, policy: SparsePolicy) -> Tensor:
@@ -152,11 +158,6 @@ class HeadSettings:
         if table is None:
             table = self._tables[key] = self._make_table(policy)
         return table
-
-    def keep_table(self, policy: SparsePolicy, table: Tensor) -> None:
-        """Keeps a table that was made elsewhere, equal to what `table` returns."""
-        if key := _table_key(policy):
-            self._tables[key] = table
 
     def _make_table(self, policy: SparsePolicy) -> Tensor:
         return threshold_table(

@@ -3,14 +3,13 @@
 measured again; each call is served sparse, or dense with a reason; a report tells what came of it.
 """
 
-from .calls import MASK, Call, Dense, DenseOnce, Kind, Untracked, unknown_options
+from .calls import MASK, Call, Dense, Kind, unknown_options
 from .heads import FAILED
 from .report import PLAIN, Report, Why, Words
 from .schedule import (
     AUTO_BUDGET,
     AUTO_QUALITY,
     MANUAL,
-    MODES,
     QUALITIES,
     Aim,
     Progress,
@@ -19,7 +18,7 @@ from .schedule import (
     Step,
 )
 from .session import Pass, Session
-from .timing import TORCH, Exact, unusable_reason
+from .timing import Exact, unusable_reason
 from .tokens import UNNUMBERED, Layer, LayerSpans, TextPosition, TokenLayout
 from .verdict import details, short_lines, summary, verdict
 
@@ -29,15 +28,12 @@ __all__ = [
     "FAILED",
     "MANUAL",
     "MASK",
-    "MODES",
     "PLAIN",
     "QUALITIES",
-    "TORCH",
     "UNNUMBERED",
     "Aim",
     "Call",
     "Dense",
-    "DenseOnce",
     "Exact",
     "Kind",
     "Layer",
@@ -51,7 +47,6 @@ __all__ = [
     "Step",
     "TextPosition",
     "TokenLayout",
-    "Untracked",
     "Why",
     "Words",
     "details",

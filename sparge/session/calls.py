@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Collection, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -32,7 +32,7 @@ Untracked = Callable[[], AbstractContextManager[None]]
 Dense = Callable[[], Tensor]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Call:
     """An attention call, by views of its tensors: q (B, H, N, D), k and v (B, Hkv, M, D), in any
     strides."""
@@ -96,18 +96,20 @@ class Call:
 
     @property
     def look(self) -> Hashable:
-        """Facts that calls share which look alike: they have the same heads, order and times."""
-        timed = self.by_backend and self.mask is None
-        return self.q.shape, self.k.shape, self.q.dtype, self.q.device, timed
-
-    @property
-    def asked(self) -> Hashable:
-        """Facts that a `Decision` follows from. Lengths count tokens."""
-        lengths, masks = (
-            (self.q.shape[2], self.k.shape[2]),
-            (self.mask is None, self.key_mask is None),
+        """Facts that calls share which look alike: what becomes of them follows from these, from
+        their layer and from their pass."""
+        q, mask = self.q, self.mask
+        return (
+            q.shape,
+            self.k.shape,
+            q.dtype,
+            q.device,
+            self.by_backend,
+            mask is None,
+            self.key_mask is None,
+            self.why_exact,
+            self.reference_tokens,
         )
-        return lengths, masks, self.why_exact, self.reference_tokens
 
     @property
     def shares_keys(self) -> bool:
@@ -162,7 +164,6 @@ class Call:
             order=order,
             head_settings=head_settings,
             stats=stats,
-            output_dtype=self.q.dtype,
         )
         assert isinstance(out, Tensor)  # a pair only with return_lse
         return out.flatten(2) if self.layout == "flat" else out
@@ -172,16 +173,10 @@ class Call:
         return self.sparse(EIGHT_BIT_DENSE)
 
 
-def _exact() -> None:
-    """Stands for 8-bit dense attention where a call has to be exact."""
-
-
 class DenseOnce:
     """Dense result of a call in its layout, computed once however often it is asked for."""
 
-    def __init__(
-        self, exact: Callable[[], Tensor], eight_bit: Callable[[], Tensor | None] = _exact
-    ) -> None:
+    def __init__(self, exact: Dense, eight_bit: Callable[[], Tensor | None]) -> None:
         """exact: by whatever serves the framework's exact calls. eight_bit: by 8-bit dense
         attention; gives None where exact attention is to be."""
         self._exact, self._eight_bit = exact, eight_bit
@@ -247,17 +242,17 @@ class Kind(enum.Enum):
     """Attention to the prompt, or between the clip and what is sampled beside it."""
 
     @classmethod
-    def of(cls, call: Call, layout: TokenLayout, beside: Collection[int] = ()) -> Kind:
-        """Kind of a call, by lengths of what the model is given. beside: as in `Decision.of`."""
+    def of(cls, call: Call, layout: TokenLayout) -> Kind:
+        """Kind of a call, by lengths of what the model is given."""
         if call.query_tokens == call.key_tokens:
             return cls.SELF
-        others = {layout.context, *layout.prompts, *beside} - {layout.grid_tokens}
+        others = {layout.context, *layout.prompts, *layout.beside} - {layout.grid_tokens}
         return cls.CROSS if others & {call.query_tokens, call.key_tokens} else cls.PART
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Decision:
-    """Decision on calls, whatever their layer and their heads are like."""
+    """Decision on calls that look alike, whatever their layer and their heads are like."""
 
     kind: Kind
     why_exact: str | None
@@ -271,18 +266,29 @@ class Decision:
     """Tokens at either end that stay exact in sparse ones."""
     remarks: tuple[str, ...]
     """On sparse ones, for the user."""
+    raises: bool = False
+    """Whether errors are the caller's; else such a call is dense."""
 
     @classmethod
-    def of(
-        cls, call: Call, layout: TokenLayout, settings: Settings, beside: Collection[int] = ()
-    ) -> Decision:
-        """beside: numbers of tokens of what is sampled beside the clip (sound), alone."""
-        kind, tokens = Kind.of(call, layout, beside), call.query_tokens
+    def in_loop(cls, call: Call, layout: TokenLayout) -> Decision:
+        """Decision on calls of a loop over sampling steps: they are of the clip's self-attention,
+        and what is not is exact."""
+        tokens = call.query_tokens
+        if call.key_tokens != tokens:
+            why = "queries and keys differ in number"
+            return cls(Kind.PART, why, tokens, True, (0, 0), (), True)
+        grid = layout.sequence(tokens)
+        ends = (grid.prefix, grid.suffix) if grid else (0, 0)
+        return cls(Kind.SELF, None, tokens, True, ends, (), True)
+
+    @classmethod
+    def of(cls, call: Call, layout: TokenLayout, settings: Settings) -> Decision:
+        kind, tokens = Kind.of(call, layout), call.query_tokens
         sequence = tokens
         if kind is Kind.PART:
             longer = max(tokens, call.key_tokens)
             sequence = min(longer, layout.grid_tokens or longer)
-        alone = tokens in beside and tokens != layout.grid_tokens
+        alone = tokens in layout.beside and tokens != layout.grid_tokens
         long = min(tokens, call.key_tokens) >= layout.frame_tokens
         return cls(
             kind,

@@ -197,15 +197,14 @@ class StepSettings:
 
     def __init__(self, whole: HeadSettings, policy: SparsePolicy, heads: int) -> None:
         """whole: of the heads of all layers. heads: of a layer."""
-        self._whole, self._policy, self._heads = whole, policy, heads
-        self._table = whole.table(policy)  # single ones take seven launches a layer
+        self._whole, self._heads = whole, heads
+        whole.table(policy)  # single ones take seven launches a layer
         self._made: dict[int, HeadSettings] = {}
 
     def of_layer(self, layer: int) -> HeadSettings:
         if layer not in self._made:
             own = slice(layer * self._heads, (layer + 1) * self._heads)
-            self._made[layer] = made = self._whole.heads_slice(own)
-            made.keep_table(self._policy, self._table[own])
+            self._made[layer] = self._whole.heads_slice(own)
         return self._made[layer]
 
 

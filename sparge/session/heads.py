@@ -201,11 +201,8 @@ class Heads:
         self._places: dict[int, int] = {}  # of the layers in its settings
         self._kept: list[list[float]] = []  # mean share of pairs, by its steps and layers
         self._now: StepSettings | None = None
-
-    @property
-    def measures_again(self) -> bool:
+        self.measures_again = False
         """Whether sparse calls of the running pass are measured."""
-        return self.settings is not None and self._index + 1 == self._next
 
     def begin_pass(self, step: Step) -> None:
         """Begins a pass. Waits for the device where heads are chosen."""
@@ -420,7 +417,7 @@ class Heads:
 
     def _begin_step(self, settings: ChosenSettings, index: int) -> None:
         """Takes the settings of a step."""
-        self._index = index
+        self._index, self.measures_again = index, index + 1 == self._next
         place = min(index - self._chosen_at, len(settings.density) - 1)
         if not self.given or self.given[-1][:2] != (settings, place):
             self._now = settings.of_step(place, self.policy, self.candidates.orders)
@@ -429,18 +426,16 @@ class Heads:
 
 @dataclass(eq=False)
 class CallKind:
-    """Kind of calls: those of a pass which look alike share it."""
+    """Kind of calls that may be sparse: those of a pass which look alike share it."""
 
-    shape: Shape
     policy: SparsePolicy
     """With what stays exact at either end."""
-    heads: Heads | None
+    heads: Heads | None = None
     """None where all heads follow one policy, or before they are measured."""
-    times: Times | None
+    times: Times | None = None
+    foretold: float | None = None
+    """Seconds of an exact call; None where nobody timed those."""
+    why_slower: str | None = None
+    """Reason why calls whose heads follow the policy would be slower sparse."""
     order: TokenOrder | None = None
-    """Token order of this step where all heads follow one policy, once a call was sparse."""
-
-    @property
-    def why_slower(self) -> str | None:
-        """Reason why calls whose heads follow the policy would be slower sparse, or None."""
-        return self.times and self.times.why_policy_slower(self.policy)
+    """Token order of this step where all heads follow one policy."""

@@ -8,10 +8,10 @@ import statistics
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -151,8 +151,7 @@ class Counts:
             self.cross += 1
 
 
-@dataclass(frozen=True, eq=False)
-class Span:
+class Span(NamedTuple):
     """Work of one call by a backend: between two marks of its stream."""
 
     backend: Backend
@@ -233,7 +232,7 @@ class PassRecord:
         if self._nan is not None or self.looked_at not in (None, row):
             return
         if not being_recorded(out.device):
-            with self.untracked():
+            with suppress(torch.OutOfMemoryError), self.untracked():
                 self._nan = out.amax().isnan()
 
     @property
@@ -243,8 +242,9 @@ class PassRecord:
 
     def times(self, call: Call) -> bool:
         """Whether a call is timed: a self-attention on a GPU that no CUDA graph records."""
-        whole = call.k.shape[2] == call.q.shape[2]
-        return self.device.type == "cuda" and whole and not being_recorded(self.device)
+        if self.device.type != "cuda" or call.key_tokens != call.query_tokens:
+            return False
+        return not being_recorded(self.device)
 
     def stream(self) -> Any:
         """Current stream of the device. Torch takes ten times as long to give it as its handle."""
@@ -258,7 +258,7 @@ class PassRecord:
         return self.step == 0 and row in TIMED_LAYERS and self.times(call)
 
     def timed(
-        self, backend: Backend, call: Call, foretold: float | None
+        self, backend: Backend, call: Call, foretold: float | None = None
     ) -> AbstractContextManager[None]:
         """Context around work for a call, where it is timed."""
         return Timed(self, backend, call, foretold) if self.times(call) else _UNTIMED
@@ -453,15 +453,6 @@ class Report:
         found, weight = self._joined("found"), self._joined("weight")
         of_found = mean_error(found, weight)
         return mean_error(self._joined("expected"), weight) if of_found is None else of_found
-
-    def errors_by_layer(self) -> dict[int, float]:
-        """Mean expected error of each layer, over the heads of all shapes."""
-        found: dict[int, list[Tensor]] = defaultdict(list)
-        for shape in self.heads:
-            for place, layer in enumerate(shape.layers):
-                found[layer].append(torch.stack([shape.expected[place], shape.weight[place]]))
-        means = {layer: mean_error(*torch.cat(heads, 1)) for layer, heads in found.items()}
-        return {layer: mean for layer, mean in means.items() if mean is not None}
 
     def _joined(self, name: str) -> Tensor:
         values = [getattr(shape, name).flatten() for shape in self.heads]

@@ -21,7 +21,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -36,6 +36,7 @@ from ..failures import MEANT_FOR_HOST, Failures
 from ..head_settings import HeadSettings
 from ..kernels import capabilities
 from ..kernels.warmup import KERNEL_DID_NOT_COMPILE, Needs, warm_up
+from ..order.grid import TokenOrder
 from ..policy import SparsePolicy
 from .calls import (
     CROSS_ATTENTION,
@@ -49,7 +50,7 @@ from .calls import (
     RealTokens,
     Untracked,
 )
-from .heads import FAILED, MEASURING, CallKind, Place, RunHeads, Shape, UnmeasuredOrders
+from .heads import FAILED, CallKind, Place, RunHeads, Shape, UnmeasuredOrders
 from .report import NAN_IN_SPARSE, PLAIN, Counts, Densities, PassRecord, Report, RunTime, Words
 from .schedule import EVERYTHING, MANUAL, Aim, Settings, SigmaWindow, Step, fitted
 from .timing import TORCH, Backend, Exact, Times, check_once, times_of, unusable_reason
@@ -256,8 +257,6 @@ class Pass:
     layout: TokenLayout
     step: Step
     device: torch.device
-    beside: frozenset[int] = frozenset()
-    """Numbers of tokens of what is sampled beside the clip (sound), alone."""
     unusable: str | None = None
     """Reason why no call of it can be sparse."""
     handing_on: bool = field(default=False, init=False, repr=False)
@@ -274,8 +273,8 @@ class Pass:
         self._dense_layers = settings.dense_layers.of_total(self.layout.blocks)
         self._filter_left_out = session.asked.pv_filter and not self.policy.pv_filter
         self._decisions: dict[Hashable, Decision] = {}
-        self._times: dict[Hashable, Times | None] = {}
-        self._kinds: dict[Hashable, CallKind] = {}
+        self._times: dict[Decision, Times | None] = {}
+        self._kinds: dict[Decision, CallKind] = {}
         if self.unusable is None:
             self._expect()
 
@@ -332,26 +331,25 @@ class Pass:
                 f"prompts names {prompts} prompts and the batch has {entries} entries; give one "
                 f"number for each entry, say {tuple(range(entries))}."
             )
-        reason = self.unusable
-        if call.k.shape[2] != call.query_tokens:
-            reason = "queries and keys differ in number"
-        elif layer >= self.layout.rows:
-            reason = f"the model has fewer layers than {layer + 1}"
-        once = DenseOnce(
-            partial(self._exact, call, exact or call.exact), partial(self._eight_bit, call, layer)
-        )
-        row = None if layer >= self.layout.rows else layer
+        decision, why = self.decision(call, in_loop=True), None
+        place = Layer(layer, layer, beside=layer >= self.layout.rows)
+        if place.beside and decision.why_exact is None:
+            why = f"the model has fewer layers than {layer + 1}"
         self.session.counts.reached = True
-        return self._computed(call, layer, row, once, reason, None, call.query_tokens, call.pairs)
+        why = why or self._why_dense(decision, place)
+        return self._serve(call, decision, place, exact or call.exact, why, None)
 
-    def decision(self, call: Call) -> Decision:
-        """Decision on a call, made for the first of those that show the same."""
-        key = call.asked
+    def decision(self, call: Call, in_loop: bool = False) -> Decision:
+        """Decision on a call, made for the first of those that look the same. in_loop: it is of a
+        loop over sampling steps, not of a framework."""
+        key = call.look
         found = self._decisions.get(key)
-        if found is None:
+        if found is None and in_loop:
+            found = self._decisions[key] = Decision.in_loop(call, self.layout)
+        elif found is None:
             found = Decision(Kind.CROSS, FAILED, call.query_tokens, False, (0, 0), ())
             with self.session.failures.caught("a call was computed dense"):
-                found = Decision.of(call, self.layout, self.session.settings, self.beside)
+                found = Decision.of(call, self.layout, self.session.settings)
             self._decisions[key] = found
         return found
 
@@ -369,9 +367,11 @@ class Pass:
         if decision.is_of_clip:
             self.session.counts.reached = True
         why = self._why_dense(decision, layer) or why
-        real = None if call.mask is None or why else self._real_tokens(call, decision)
+        if call.mask is None or why is not None:
+            return self._serve(call, decision, layer, dense, why, held)
+        real = self._real_tokens(call, decision)
         if not isinstance(real, RealTokens):
-            return self._serve(call, decision, layer, dense, why or real, held)
+            return self._serve(call, decision, layer, dense, real, held)
         outs = list[Tensor]()
 
         def of_real_ones() -> Tensor:
@@ -394,9 +394,60 @@ class Pass:
         held: str | None,
         padded: bool = False,
     ) -> Tensor:
-        """Result of a call. padded: dense() computes more than the call's tokens, so its time says
-        nothing of them."""
-        # Measuring takes the dense result, too.
+        """Result of a call: sparse, or else dense, and counted. why: why it is dense. held: why it
+        is dense, though it may be measured. padded: dense() computes more than the call's tokens,
+        so its time says nothing of them."""
+        session, once = self.session, None
+        try:
+            if why is None:
+                if call.q.device != self.device:
+                    raise Unsupported(f"tensors on {call.q.device} in a pass on {self.device}")
+                kind = self._kinds.get(decision) or self._kind_of(call, decision)
+                settings = self._settings(kind, layer.row, held)
+                if not isinstance(settings, str):
+                    out = self._sparse(call, kind, layer.row, settings)
+                    for remark in decision.remarks:
+                        session.note(remark)
+                    session.counts.add_sparse(decision.tokens, self._filter_left_out)
+                    return out
+                why = settings
+                if kind.heads is not None:
+                    once = self._dense(call, decision, layer, dense, padded)
+                    check_inference(*call.qkv)
+                    timed = partial(self.record.timed, Backend.MEASURING, call)
+                    kind.heads.measure(layer.row, call, kind.times, once.result, timed)
+                    why = self.step.why_dense or kind.heads.refusal(layer.row) or why
+        except Unsupported as refusal:
+            if once is not None and refusal is once.failure:
+                raise
+            why = refusal.reason
+        except KernelBuildError as error:
+            if decision.raises:
+                raise
+            logger.error("[Sparge] %s", error)
+            why = self.unusable = KERNEL_DID_NOT_COMPILE
+            session.give_up(self.device, why)
+        except MEANT_FOR_HOST:
+            raise
+        except Exception as error:
+            if decision.raises or (once is not None and error is once.failure):
+                raise
+            session.failures.tell("a call was computed dense", error)
+            why = FAILED
+        once = once or self._dense(call, decision, layer, dense, padded)
+        result = once.result()
+        if why == CROSS_ATTENTION:
+            session.counts.add_cross()
+        else:
+            of_layer = decision.is_of_clip and not layer.beside
+            self.record.add_dense(layer.row if of_layer else None, call.pairs)
+            session.counts.add_dense(why, decision.tokens, once.by_eight_bit)
+        return result
+
+    def _dense(
+        self, call: Call, decision: Decision, layer: Layer, dense: Dense, padded: bool
+    ) -> DenseOnce:
+        """Dense result of a call, which measuring takes, too."""
         timed = decision.kind is Kind.SELF and not padded
         exact = partial(self._hand_on, dense)
         if timed and self.unusable is None:
@@ -405,65 +456,14 @@ class Pass:
         def eight_bit() -> Tensor | None:
             if (self.unusable or decision.why_exact) is not None or call.mask is not None:
                 return None
+            row = layer.row if timed else None
+            if decision.raises:
+                return self._eight_bit(call, decision, row)
             with self.session.failures.caught("a dense call was computed exact"):
-                return self._eight_bit(call, layer.row if timed else None)
+                return self._eight_bit(call, decision, row)
             return None
 
-        once = DenseOnce(exact, eight_bit)
-        row = layer.row if decision.is_of_clip and not layer.beside else None
-        return self._computed(
-            call, layer.row, row, once, why, decision, decision.tokens, call.pairs, held
-        )
-
-    def _computed(
-        self,
-        call: Call,
-        row: int,
-        counted: int | None,
-        once: DenseOnce,
-        reason: str | None,
-        decision: Decision | None,
-        tokens: int,
-        pairs: int,
-        held: str | None = None,
-    ) -> Tensor:
-        """Result of a call: sparse, or else dense, and counted. row: of its layer. counted: the
-        same, None where it is of text or sound alone. reason: why it is dense. held: why it is
-        dense, though it may be measured. Without a decision errors are the caller's."""
-        counts = self.session.counts
-        try:
-            ends = None if decision is None else decision.ends
-            out = reason or self._sparse(call, row, once, ends, held)
-            if not isinstance(out, str):
-                for remark in () if decision is None else decision.remarks:
-                    self.session.note(remark)
-                counts.add_sparse(tokens, self._filter_left_out)
-                return out
-            reason = out
-        except Unsupported as refusal:
-            if refusal is once.failure:
-                raise
-            reason = refusal.reason
-        except KernelBuildError as error:
-            if decision is None:
-                raise
-            logger.error("[Sparge] %s", error)
-            reason = self.unusable = KERNEL_DID_NOT_COMPILE
-            self.session.give_up(self.device, reason)
-        except MEANT_FOR_HOST:
-            raise
-        except Exception as error:
-            if decision is None or error is once.failure:
-                raise
-            self.session.failures.tell("a call was computed dense", error)
-            reason = FAILED
-        result = once.result()
-        if reason == CROSS_ATTENTION:
-            counts.add_cross()
-        else:
-            self.record.add_dense(counted, pairs)
-            counts.add_dense(reason, tokens, once.by_eight_bit)
-        return result
+        return DenseOnce(exact, eight_bit)
 
     def _why_dense(self, decision: Decision, layer: Layer) -> str | None:
         """Reason why a call is dense whatever its heads are like, or None."""
@@ -487,109 +487,96 @@ class Pass:
             return self.step.why_dense
         return self._masks.real_tokens(call.key_mask)
 
+    def _settings(
+        self, kind: CallKind, row: int, held: str | None
+    ) -> tuple[TokenOrder | None, HeadSettings | None] | str:
+        """Token order and head settings of a sparse call of a layer, or the reason why it is
+        dense."""
+        why_dense = self.step.why_dense
+        if kind.heads is None:
+            return why_dense or kind.why_slower or held or (kind.order, None)
+        found = kind.heads.of_layer(row, kind.times)
+        if isinstance(found, str):
+            return why_dense or found
+        return why_dense or held or (kind.heads.order(self.step.number), found)
+
     def _sparse(
         self,
         call: Call,
+        kind: CallKind,
         row: int,
-        dense: DenseOnce,
-        ends: tuple[int, int] | None,
-        held: str | None,
-    ) -> Tensor | str:
-        """Sparse result of a call, or the reason why it is dense. While its heads are not chosen a
-        dense call is measured, which computes its result. ends: numbers of tokens at either end
-        that stay exact, where they are not those of the grid."""
-        if call.q.device != self.device:
-            raise Unsupported(f"tensors on {call.q.device} in a pass on {self.device}")
-        kind, why_dense = self._kind_of(call, ends), self.step.why_dense
-        if self.session.aim is None:
-            if (reason := why_dense or kind.why_slower or held) is not None:
-                return reason
-            if kind.order is None and kind.shape.grid is not None:
-                with self.session.untracked():
-                    number = self.step.number
-                    kind.order = self.session.orders.of_step(kind.shape, number, self.device)
-            order, settings = kind.order, None
-        elif kind.heads is None:
-            return why_dense or MEASURING
-        else:
-            found = kind.heads.of_layer(row, kind.times)
-            reason = why_dense or (found if isinstance(found, str) else held)
-            if reason is not None:
-                check_inference(*call.qkv)
-                timed = partial(self._timed, Backend.MEASURING, call)
-                kind.heads.measure(row, call, kind.times, dense.result, timed)
-                return why_dense or kind.heads.refusal(row) or reason
-            assert isinstance(found, HeadSettings)
-            order, settings = kind.heads.order(self.step.number), found
-        with self._timed(Backend.SPARSE, call):
-            out = call.sparse(kind.policy, self.record.stats_of(row), order, settings)
-        with suppress(torch.OutOfMemoryError):  # the result is there
-            self.record.look(row, out)
-            if kind.heads is not None and kind.heads.measures_again:
-                with self._timed(Backend.MEASURING, call):
-                    kind.heads.measure_again(row, call, out)
+        settings: tuple[TokenOrder | None, HeadSettings | None],
+    ) -> Tensor:
+        """Sparse result of a call of a layer."""
+        record, heads = self.record, kind.heads
+        with record.timed(Backend.SPARSE, call, kind.foretold):
+            out = call.sparse(kind.policy, record.stats_of(row), *settings)
+        record.look(row, out)
+        if heads is not None and heads.measures_again:
+            with record.timed(Backend.MEASURING, call):
+                heads.measure_again(row, call, out)
         return out
 
-    def _kind_of(self, call: Call, ends: tuple[int, int] | None) -> CallKind:
-        """Kind of a call, found out at the first one like it."""
-        key = call.look, ends
-        kind = self._kinds.get(key)
-        if kind is None:
-            tokens, layout, session = call.query_tokens, self.layout, self.session
-            grid = layout.sequence(tokens) if call.k.shape[2] == tokens else None
-            prefix, suffix = ends or ((grid.prefix, grid.suffix) if grid else (0, 0))
-            policy = replace(self.policy, exact_prefix=prefix, exact_suffix=suffix)
-            shape = Shape(tokens, call.head_count, grid, layout.ranks, call.shares_keys)
-            heads = None
-            if session.heads is not None and not self._may_measure:
-                session.heads.saw(self._place, shape, self.step.prompts)
-            elif session.heads is not None:
-                with session.untracked():
-                    heads = session.heads.of_shape(self._place, shape, self.policy)
-                    heads.begin_pass(self.step)
-            kind = self._kinds[key] = CallKind(shape, policy, heads, self._times_of(call))
+    def _kind_of(self, call: Call, decision: Decision) -> CallKind:
+        """Kind of a call that may be sparse, found out at the first one like it."""
+        session, layout, tokens = self.session, self.layout, call.query_tokens
+        grid = layout.sequence(tokens) if call.key_tokens == tokens else None
+        prefix, suffix = decision.ends
+        policy = replace(self.policy, exact_prefix=prefix, exact_suffix=suffix)
+        shape = Shape(tokens, call.head_count, grid, layout.ranks, call.shares_keys)
+        kind = CallKind(policy)
+        if session.heads is not None and not self._may_measure:
+            session.heads.saw(self._place, shape, self.step.prompts)
+        elif session.heads is not None:
+            with session.untracked():
+                kind.heads = session.heads.of_shape(self._place, shape, self.policy)
+                kind.heads.begin_pass(self.step)
+        kind.times = times = self._times_of(call, decision)
+        if times is not None and call.is_timed:
+            kind.foretold = times.exact * call.q.shape[0]
+        if session.heads is None:
+            kind.why_slower = times and times.why_policy_slower(policy)
+        if session.heads is None and kind.why_slower is None:
+            with session.untracked():
+                kind.order = session.orders.of_step(shape, self.step.number, self.device)
+        self._kinds[decision] = kind
         return kind
 
-    def _times_of(self, call: Call) -> Times | None:
+    def _times_of(self, call: Call, decision: Decision) -> Times | None:
         """Seconds of calls like this one by each backend, where they are known or can be."""
-        look = call.look
         if self.session.even_if_slower:
             return None
-        if look not in self._times:
+        if decision not in self._times:
             session, grid, times = self.session, self.layout.sequence(call.query_tokens), None
             with session.untracked(), session.failures.caught("attention was not timed"):
                 times = times_of(call, session.exact, grid)
             exact = session.exact_dense or not call.is_timed
-            self._times[look] = times and replace(times, exact_dense=exact)
-        return self._times[look]
+            self._times[decision] = times and replace(times, exact_dense=exact)
+        return self._times[decision]
 
-    def _eight_bit(self, call: Call, row: int | None) -> Tensor | None:
+    def _eight_bit(self, call: Call, decision: Decision, row: int | None) -> Tensor | None:
         """Result of a dense call of a layer in 8 bits; None where it has to be exact. row: None
         where its exact call would not be timed."""
         if call.q.device != self.device or self.session.exact_dense or not call.is_timed:
             return None
-        times = self._times_of(call)
+        times = self._times_of(call, decision)
         if times is None or not times.is_eight_bit:
             return None
         if self.record.learns_exact_time(row, call):
             return None
+        foretold = times.exact * call.q.shape[0]
         # Exact attention may need less memory.
         with (
             suppress(Unsupported, torch.OutOfMemoryError),
-            self._timed(Backend.EIGHT_BIT, call),
+            self.record.timed(Backend.EIGHT_BIT, call, foretold),
         ):
             return call.eight_bit()
         return None
 
     def _exact(self, call: Call, compute: Dense) -> Tensor:
         """Exact result of a self-attention call, which the report tells the time of."""
-        with self._timed(Backend.EXACT, call):
+        with self.record.timed(Backend.EXACT, call):
             return compute()
-
-    def _timed(self, backend: Backend, call: Call) -> AbstractContextManager[None]:
-        times = self._times.get(call.look)
-        foretold = None if times is None or not call.is_timed else times.exact * call.q.shape[0]
-        return self.record.timed(backend, call, foretold)
 
     def _hand_on(self, dense: Dense) -> Tensor:
         """Runs the dense path. Should it lead back here, that inner call goes straight on."""

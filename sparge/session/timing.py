@@ -125,7 +125,7 @@ class Times:
         """Whether dense calls are computed in 8 bits."""
         return not self.exact_dense and self.eight_bit * (1 + MARGIN) <= self.exact
 
-    @property
+    @functools.cached_property
     def dense(self) -> float:
         return self.eight_bit if self.is_eight_bit else self.exact
 
@@ -354,32 +354,24 @@ HEADS, KV_HEADS, TOKENS = 4, 2, 330  # the last block of queries and of keys is 
 KEPT = 0.6  # of the blocks
 
 
-class WrongKernels(Unsupported):
-    """A kernel computes something else on this GPU than it should."""
-
-
-def check_kernels(device: torch.device, needs: Needs = UNKNOWN) -> None:
-    """Raises WrongKernels where 8-bit calls are not right on this GPU. A process tests it once."""
-    if wrong := _wrong(device, needs):
-        raise WrongKernels(wrong)
-
-
 def check_once(device: torch.device, exact: Exact, needs: Needs = UNKNOWN) -> None:
-    """`check_kernels`, where no file of times tells that they passed it on this GPU. Without memory
-    for it a later run tests them."""
+    """Raises Unsupported where 8-bit calls are not right on this GPU. They are tested where no file
+    of times tells that they were right. Without memory for it a later run tests them."""
     if device.type != "cuda" or _read(key := _key(device, exact, needs)) is not None:
         return
     try:
-        check_kernels(device, needs)
+        wrong = why_wrong(device, needs)
     except torch.OutOfMemoryError:
         logger.info("[Sparge] the kernels were not tested: memory is full")
         return
+    if wrong:
+        raise Unsupported(wrong)
     with _lock:
         _keep(key)  # without times yet
 
 
 @functools.cache  # kernels of another target cannot replace those that have served a call
-def _wrong(device: torch.device, needs: Needs) -> str:
+def why_wrong(device: torch.device, needs: Needs) -> str:
     """Fault of 8-bit calls, for the user; empty where there is none."""
     dtype = needs.dtype or torch.bfloat16
     for head_dim in needs.head_dims:

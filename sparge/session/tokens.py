@@ -8,6 +8,7 @@ import math
 import re
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from ..order.grid import TokenGrid
 
@@ -25,8 +26,7 @@ class TextPosition(enum.Enum):
     NONE = "none"
 
 
-@dataclass(frozen=True)
-class Layer:
+class Layer(NamedTuple):
     """Layer that a call is of."""
 
     number: int
@@ -55,6 +55,7 @@ class TokenLayout:
         heads: attention heads of this process; None when they are not known before a call.
         context: tokens of text that the model is given.
         prompts: lengths of further sequences beside the clip that it is given, such as pictures.
+        beside: numbers of tokens of what is sampled beside the clip (sound), alone.
         remark: what sparse runs of a model without a row say; "" with one.
         ranks: processes that share the tokens outside of attention, which sees them as dealt.
     """
@@ -72,6 +73,7 @@ class TokenLayout:
     heads: int | None = None
     context: int = 0
     prompts: frozenset[int] = frozenset()
+    beside: frozenset[int] = frozenset()
     remark: str = ""
     ranks: int = 1
 
@@ -141,7 +143,7 @@ class TokenLayout:
             return (text, 0)
         return (0, text) if self.text is TextPosition.LAST else (0, 0)
 
-    @property
+    @cached_property
     def rows(self) -> int:
         """Number of rows of tables that hold one for each self-attention layer, as `row` numbers
         them, where each is called once. Tables grow for further calls."""

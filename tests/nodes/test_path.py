@@ -15,7 +15,7 @@ from tests.nodes.parts import HEADS, TOKENS, network
 
 DOOR, MOST = "sparge/attention.py", 12
 #: Python frames up to the door, those of torch included; `tests/test_prepared.py` counts on.
-MOST_FRAMES = 52
+MOST_FRAMES = 34
 
 
 @pytest.mark.usefixtures("reference_allowed")

@@ -21,9 +21,9 @@ from tests.session.parts import GRID, Qkv, neighbours_alike, nothing_measured
 @pytest.fixture
 def untested() -> Iterator[None]:
     """No device was tested yet, nor is one known after the test."""
-    timing._wrong.cache_clear()
+    timing.why_wrong.cache_clear()
     yield
-    timing._wrong.cache_clear()
+    timing.why_wrong.cache_clear()
 
 
 @pytest.fixture

@@ -179,7 +179,6 @@ def test_errors_count_by_head_weight_found_ones_first() -> None:
     """And silent heads have no mean."""
     found = report_of((HEADS,), Aim("quality", 0.06))
     assert found.error == pytest.approx((0.2 * 0.05 + 1.8 * 0.07 + 0.02) / 4)
-    assert found.errors_by_layer() == pytest.approx({0: 0.068, 7: 0.01})
     lines = details(found).splitlines()
     assert "density of sparse calls 25.0 % (heads 5.0 % to 100.0 %)" in lines[0]
     assert lines[0] == summary(found) and "; error 0.039" in lines[0]

@@ -34,7 +34,6 @@ from sparge.session import (
 )
 from sparge.session import session as module
 from sparge.session.heads import MEASURING
-from sparge.session.timing import WrongKernels
 from tests.session.parts import (
     BUDGET,
     CPU,
@@ -340,7 +339,7 @@ def test_dense_calls_are_in_eight_bits_where_that_is_faster(qkv: Qkv, timed) -> 
 
 
 @pytest.mark.parametrize(("wait", "error", "reason"), [
-    (lambda: "no compiler", None, "no compiler"), (lambda: None, WrongKernels("wrong"), "wrong"),
+    (lambda: "no compiler", None, "no compiler"), (lambda: None, Unsupported("wrong"), "wrong"),
     (lambda: None, IndexError(), None), (lambda: None, None, None),
 ])  # fmt: skip
 def test_kernels_that_are_not_there_or_wrong(asked, qkv: Qkv, monkeypatch, wait, error, reason):

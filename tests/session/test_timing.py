@@ -295,13 +295,13 @@ def test_kernels_are_tested_once_on_a_gpu_and_wrong_ones_refused_each_time(
                                                               errors[len(tested) - 1])[1]
     )  # fmt: skip
     for _ in range(2):
-        with pytest.raises(timing.WrongKernels, match="error nan at head_dim 64"):
+        with pytest.raises(Unsupported, match="error nan at head_dim 64"):
             timing.check_once(CUDA, exact)
     with monkeypatch.context() as full:
-        full.setattr(timing, "check_kernels", Mock(side_effect=torch.OutOfMemoryError))
+        full.setattr(timing, "why_wrong", Mock(side_effect=torch.OutOfMemoryError))
         timing.check_once(CUDA, exact)
     assert tested == [64] and not kept(tmp_path)
-    timing._wrong.cache_clear()
+    timing.why_wrong.cache_clear()
     for _ in range(2):
         restart()
         timing.check_once(CUDA, exact)
