@@ -6,10 +6,12 @@ its own attention alone."""
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import pickle
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -129,22 +131,34 @@ def test_a_model_that_chooses_keys_itself_is_refused() -> None:
 
 @pytest.mark.parametrize("make_copy", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_copies_of_a_sparse_model_keep_working(
+def test_a_copy_of_a_sparse_model_has_the_attention_that_it_had_before(
     make_model, ids: Tensor, attention: str, make_copy: Any
 ) -> None:
     model = make_model(attention=attention)
     own = model(ids, use_cache=False).logits
     with enable(model, WHOLE, LEAST) as sparse:
         copied = make_copy(model)
-    assert torch.equal(copied(ids, use_cache=False).logits, own)
-    assert sparse.stats.sparse_calls + sparse.stats.exact_calls == 0
-    with enable(copied, WHOLE, LEAST) as sparse:
-        assert not torch.equal(copied(ids, use_cache=False).logits, own)
-    assert sparse.stats.sparse_calls == LAYERS
-    assert copied.config._attn_implementation == attention
+        assert torch.equal(copied(ids, use_cache=False).logits, own)
+        assert sparse.stats.sparse_calls + sparse.stats.exact_calls == 0
+        with enable(copied, WHOLE, LEAST) as of_copy:
+            model(ids, use_cache=False)
+            assert not torch.equal(copied(ids, use_cache=False).logits, own)
+        assert sparse.stats.sparse_calls == of_copy.stats.sparse_calls == LAYERS
+    assert copied.config._attn_implementation == model.config._attn_implementation == attention
 
 
-#: Loads a pickled model where another one is sparse, with its own rules, or none.
+def test_a_model_that_is_dropped_is_freed(make_model, ids: Tensor) -> None:
+    model = make_model()
+    enable(model, WHOLE, LEAST)
+    model(ids, use_cache=False)
+    held = weakref.ref(model.config)
+    del model
+    gc.collect()
+    assert held() is None
+
+
+#: Loads a pickled model where another one is sparse, with its own rules, or where nothing of ours
+#: is imported.
 CHILD = """
 import pickle, sys, torch, transformers
 transformers.logging.set_verbosity_error()
@@ -153,28 +167,26 @@ if with_another:
     import sparge
     from tests.tiny_models.texts import make_text_model
     from sparge.integrations.transformers import enable
-    policy, llamas = sparge.SparsePolicy(topk=0.0), (make_text_model("Llama", n) for n in (1, 2))
-    others = [enable(llama, policy, 100) for llama in llamas]
+    other = enable(make_text_model("Llama", 1), sparge.SparsePolicy(topk=0.0), 100)
 with open(file, "rb") as stream:
     model = pickle.load(stream)
 with torch.inference_mode():
-    torch.save([model(ids, use_cache=False).logits, model.model(ids)[0]], sys.argv[4])
+    try:
+        torch.save(model(ids, use_cache=False).logits, sys.argv[4])
+    except KeyError as error:
+        assert not with_another and "sparge_" in str(error), error
 if with_another:
-    assert all(other.stats.sparse_calls + other.stats.exact_calls == 0 for other in others)
-    whole = sparge.SparsePolicy(topk=1.0, attention_sink=True)
-    with torch.inference_mode(), enable(model, whole, 100) as sparse:
-        model(ids)
-    assert sparse.stats.sparse_calls == 2, sparse.report()
+    assert other.stats.sparse_calls + other.stats.exact_calls == 0
 """
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("with_another", [False, True])
-def test_another_process_loads_a_sparse_model_as_it_was_before(
+def test_another_process_loads_a_sparse_model_as_it_was_before_or_says_what_it_lacks(
     make_model, ids: Tensor, with_another: bool, attention: str, tmp_path: Path
 ) -> None:
     model = make_model(attention=attention)
-    own = [model(ids, use_cache=False).logits, model.model(ids)[0]]
+    own = model(ids, use_cache=False).logits
     files = [str(tmp_path / name) for name in ("model", "ids", "out")]
     torch.save(ids, files[1])
     with enable(model, WHOLE, LEAST):
@@ -182,34 +194,25 @@ def test_another_process_loads_a_sparse_model_as_it_was_before(
     root = Path(__file__).parents[2]
     command = [sys.executable, "-c", CHILD, str(with_another), *files]
     subprocess.run(command, cwd=root, env=os.environ | {"PYTHONPATH": str(root)}, check=True)
-    assert all(map(torch.equal, torch.load(files[2]), own))
+    assert Path(files[2]).exists() == with_another
+    assert not with_another or torch.equal(torch.load(files[2]), own)
 
 
-@pytest.mark.parametrize(
-    ("attention", "make_copy"),
-    [("sdpa", lambda x: x), ("sdpa", copy.deepcopy), ("eager", lambda x: x)],
-)
-def test_continuous_batching_is_as_without_us_and_says_so(
-    make_model, ids: Tensor, attention: str, make_copy: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = make_model(attention=attention, dtype=torch.float32)
+def test_continuous_batching_is_refused_until_it_is_disabled(make_model, ids: Tensor) -> None:
+    model = make_model(dtype=torch.float32)
     greedy: dict[str, Any] = {"max_new_tokens": 2, "do_sample": False, "eos_token_id": -1}
     config = transformers.GenerationConfig(pad_token_id=0, **greedy)
     small = transformers.ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
-    prompts = [ids[:1, :50], ids[:, 50:90]]
-    own = [model.generate(prompt, pad_token_id=0, **greedy)[0, -2:].tolist() for prompt in prompts]
+    prompts = [ids[0, :50].tolist(), ids[0, 50:90].tolist()]
     with torch.inference_mode(False):
-        sparse = enable(model, WHOLE, LEAST)
-        batched = make_copy(model)
-        found = batched.generate_batch(
-            [prompt[0].tolist() for prompt in prompts], config, small, progress_bar=False
-        )
+        with (
+            enable(model, WHOLE, LEAST),
+            pytest.raises(ValueError, match="sparge_enabled is not supported for cont"),
+        ):
+            model.generate_batch(prompts, config, small, progress_bar=False)
+        found = model.generate_batch(prompts, config, small, progress_bar=False)
+    own = [
+        model.generate(torch.tensor([prompt]), pad_token_id=0, **greedy)[0, -2:].tolist()
+        for prompt in prompts
+    ]
     assert [found[key].generated_tokens for key in sorted(found)] == own
-    assert batched.config._attn_implementation == attention
-    if batched is model:
-        assert "not sparse any more" in caplog.text and "not sparse any more" in sparse.report()
-        sparse = enable(model, WHOLE, LEAST)
-    model(ids, use_cache=False)
-    assert sparse.stats.sparse_calls == LAYERS
-    sparse.disable()
-    assert "init_continuous_batching" not in vars(model) | vars(batched)

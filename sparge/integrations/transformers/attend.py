@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -22,8 +23,13 @@ from .causal_mask import CausalMask, Prefill, prefill
 
 #: Attention (B, N, H, D) and weights, which only "eager" gives.
 Attended = tuple[Tensor, Tensor | None]
-#: Implementations that can stand behind ours: what a model had, if it is one of them.
-EXACT = ("sdpa", "eager")
+#: Names of our implementations, by that which stands behind each: what a model had.
+NAMES = {"sdpa": "sparge_enabled", "eager": "sparge_enabled_eager"}
+#: Rules of sparse models, by the identity of each configuration that names their attention. A copy
+#: of one is another object, so it has none, and its calls are exact.
+rules: dict[int, Substitute] = {}
+#: Rules by which no call is sparse, and none is counted.
+OFF = Substitute.checked(None, sys.maxsize, None)
 
 #: End of the names of functions that compute attention in a model's own file.
 _EAGER = "eager_attention_forward"
@@ -37,11 +43,10 @@ _EXTRAS = {
 
 
 class Functions:
-    """Both functions of the parts of a model that had the same implementation."""
+    """Both functions of the parts of models that had the same implementation."""
 
-    def __init__(self, substitute: Substitute, own: str) -> None:
-        """own: name of that implementation, one of `EXACT`."""
-        self.substitute = substitute
+    def __init__(self, own: str) -> None:
+        """own: name of that implementation."""
         self._own_name = own
 
     def mask(self, **given: Any) -> Tensor | None:
@@ -50,8 +55,9 @@ class Functions:
         own = AttentionMaskInterface._global_mapping[self._own_name]
         queries, keys, before = given["q_length"], given["kv_length"], given.get("q_offset", 0)
         padding, function = given.get("attention_mask"), given["mask_function"]
+        config = given.get("config")
         # Gemma 4 slices the queries of layers that share keys, and needs a mask that shows which.
-        is_sliced = bool(getattr(given.get("config"), "num_kv_shared_layers", 0)) and queries > 1
+        is_sliced = bool(getattr(config, "num_kv_shared_layers", 0)) and queries > 1
         may_skip = given.get("allow_is_causal_skip", True) and not is_sliced
 
         def make(as_tensor: bool) -> Tensor | None:
@@ -64,7 +70,7 @@ class Functions:
             # Its queries share the memory of one.
             return None if mask is None else mask[:, :, :1].clone().expand(mask.shape)
         is_plain = function is causal_mask_function and not given.get("kv_offset", 0)
-        if not is_plain or queries < self.substitute.min_tokens:
+        if not is_plain or queries < rules_of(config).min_tokens:
             return make(False)
         if torch.compiler.is_compiling():  # nobody can read what a graph is given
             is_square = padding is None and queries == keys
@@ -90,19 +96,20 @@ class Functions:
         **others: Any,
     ) -> Attended:
         """Attention of a layer: query (B, H, Nq, D), key and value (B, Hkv, Nk, D)."""
-        out, queries = None, query.shape[2]
-        long = queries >= max(2, self.substitute.min_tokens)
+        out, queries, substitute = None, query.shape[2], rules_of(getattr(module, "config", None))
+        long = queries >= max(2, substitute.min_tokens)
         if why := self._why_own(module, key, others):
-            count_exact(self.substitute.stats, why)
+            count_exact(substitute.stats, why)
         elif isinstance(attention_mask, CausalMask):
-            out = self._prefill(query, key, value, attention_mask.prefill, dropout, scaling)
+            seen = attention_mask.prefill
+            out = _prefill(substitute, query, key, value, seen, dropout, scaling)
         elif long and attention_mask is not None and _has_row_for_each_query(attention_mask):
-            count_exact(self.substitute.stats, "a mask that hides other keys from some queries")
+            count_exact(substitute.stats, "a mask that hides other keys from some queries")
         else:
             causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
             causal = causal and attention_mask is None and queries > 1
             call = (query, key, value, attention_mask, dropout, causal, scaling, True)
-            out = self.substitute.sparse(TorchCall(*call))
+            out = substitute.sparse(TorchCall(*call))
             out = None if out is None else out.transpose(1, 2)
         if out is not None:
             return out, None
@@ -127,45 +134,51 @@ class Functions:
         # Checkpointing may hide that gradients are wanted.
         return "training: call eval() on a model that is not trained" if module.training else ""
 
-    def _prefill(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        seen: Prefill,
-        dropout: float,
-        scaling: float | None,
-    ) -> Tensor | None:
-        """(B, Nq, H, D) of a plain causal call, zeros for padding; None where it stays exact."""
-        key, value = key[:, :, : seen.tokens], value[:, :, : seen.tokens]
-        policy, stats = self.substitute.policy, self.substitute.stats
-        call = TorchCall(query, key, value, None, dropout, is_causal=True, enable_gqa=True)
-        why = why_exact(call, self.substitute.min_tokens)
-        if why:
-            count_exact(stats, why)
-            return None
 
-        def attend() -> Tensor:
-            q, k, v = (as_autocast(x) for x in (query, key, value))
-            options: dict[str, Any] = {
-                "causal": "bottom-right",
-                "scale": scaling,
-                "out_layout": "NHD",
-                "stats": None if stats is None else stats.on(q.device),
-            }
-            if seen.real is None:
-                return attention(q, k, v, policy, **options)
-            out = q.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[-1])
-            for entry, (start, end) in enumerate(seen.real):
-                # Real queries of this pass; the last of them sees the last real key.
-                first, last = max(start - seen.before, 0), end - seen.before
-                if last > first:
-                    one, rows = slice(entry, entry + 1), slice(first, last)
-                    keys = one, slice(None), slice(start, end)
-                    out[one, rows] = attention(q[one, :, rows], k[keys], v[keys], policy, **options)
-            return out
+def rules_of(config: object) -> Substitute:
+    """Rules of the layers that have this very configuration."""
+    return rules.get(id(config), OFF)
 
-        return self.substitute.tried(query.device, attend)
+
+def _prefill(
+    substitute: Substitute,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    seen: Prefill,
+    dropout: float,
+    scaling: float | None,
+) -> Tensor | None:
+    """(B, Nq, H, D) of a plain causal call, zeros for padding; None where it stays exact."""
+    key, value = key[:, :, : seen.tokens], value[:, :, : seen.tokens]
+    policy, stats = substitute.policy, substitute.stats
+    call = TorchCall(query, key, value, None, dropout, is_causal=True, enable_gqa=True)
+    why = why_exact(call, substitute.min_tokens)
+    if why:
+        count_exact(stats, why)
+        return None
+
+    def attend() -> Tensor:
+        q, k, v = (as_autocast(x) for x in (query, key, value))
+        options: dict[str, Any] = {
+            "causal": "bottom-right",
+            "scale": scaling,
+            "out_layout": "NHD",
+            "stats": None if stats is None else stats.on(q.device),
+        }
+        if seen.real is None:
+            return attention(q, k, v, policy, **options)
+        out = q.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[-1])
+        for entry, (start, end) in enumerate(seen.real):
+            # Real queries of this pass; the last of them sees the last real key.
+            first, last = max(start - seen.before, 0), end - seen.before
+            if last > first:
+                one, rows = slice(entry, entry + 1), slice(first, last)
+                keys = one, slice(None), slice(start, end)
+                out[one, rows] = attention(q[one, :, rows], k[keys], v[keys], policy, **options)
+        return out
+
+    return substitute.tried(query.device, attend)
 
 
 def _has_row_for_each_query(mask: Tensor) -> bool:
