@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from types import NoneType
-from typing import TYPE_CHECKING, Literal, TypedDict, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,9 +24,6 @@ from .stages.kind import CallRules, CallTensors, key_of, rules_text
 from .stages.prepared import find, prepare
 from .stats import AttentionStats
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
 _TENSOR = (Tensor, torch.nn.Parameter)
 _MAYBE_TENSOR = (*_TENSOR, NoneType)
 _BYTES = (torch.bool, torch.uint8, torch.int8)
@@ -35,42 +32,6 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 _trace = torch._C._get_tracing_state
 
 
-class _Options(TypedDict, total=False):
-    """Keywords of ``attention`` that do not change what it returns."""
-
-    layout: str
-    out_layout: str | None
-    is_causal: bool
-    causal: Alignment | None
-    scale: float | None
-    key_lengths: Tensor | None
-    block_mask: Tensor | None
-    order: TokenOrder | None
-    head_settings: HeadSettings | None
-    stats: AttentionStats | None
-    output_dtype: torch.dtype | None
-
-
-@overload
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    policy: SparsePolicy | None = ...,
-    *,
-    return_lse: Literal[False] = ...,
-    **options: Unpack[_Options],
-) -> Tensor: ...
-@overload
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    policy: SparsePolicy | None = ...,
-    *,
-    return_lse: Literal[True],
-    **options: Unpack[_Options],
-) -> tuple[Tensor, Tensor]: ...
 def attention(
     q: Tensor,
     k: Tensor,
@@ -89,7 +50,7 @@ def attention(
     stats: AttentionStats | None = None,
     output_dtype: torch.dtype | None = None,
     return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Any:
     """Block-sparse attention, a replacement for ``scaled_dot_product_attention`` without a mask.
 
     Args:
@@ -117,8 +78,9 @@ def attention(
             (docs/experiments.md, Log-sum-exp of 8-bit operands).
 
     Returns:
-        The result; rows that see no key are 0 (log-sum-exp -inf). A NaN or an infinity makes NaN:
-        in q its row, in k or v every row of the heads that share it, whatever they keep.
+        The result; with ``return_lse`` a pair of it and the log-sum-exp. Rows that see no key are 0
+        (log-sum-exp -inf). A NaN or an infinity makes NaN: in q its row, in k or v every row of the
+        heads that share it, whatever they keep.
 
     Raises:
         Unsupported: the call is valid but cannot be served; ``reason`` says why.

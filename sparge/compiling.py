@@ -16,11 +16,8 @@ from typing import Any, TypeVar, cast
 import torch
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-#: Level of torch.func or torch.vmap that transforms the code that asks; None without one, and where
-#: this version of torch does not tell.
-transform_level: Callable[[], int | None] = getattr(
-    getattr(torch._C, "_functorch", None), "maybe_current_level", lambda: None
-)
+#: Level of torch.func or torch.vmap that transforms the code that asks; None without one.
+transform_level: Callable[[], int | None] = torch._C._functorch.maybe_current_level  # pyright: ignore[reportAttributeAccessIssue]
 _traced: set[str] = set()
 
 

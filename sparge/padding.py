@@ -131,7 +131,7 @@ def _read(mask: Tensor) -> KeyPadding | str:
     first = torch.arange(one.shape[1], device=mask.device) < lengths.unsqueeze(1)
     empty = lengths == 0
     facts = torch.stack([
-        _same(rows),
+        (rows == one[:, None, None]).all(),
         known.all(),
         (empty & finite_hidden.any(1)).any(),
         real.all(),
@@ -190,8 +190,3 @@ def as_rows(mask: Tensor) -> Tensor:
         if mask.stride(axis) == 0:
             mask = mask.narrow(axis, 0, 1)
     return mask
-
-
-def _same(rows: Tensor) -> Tensor:
-    """Whether all heads and queries have the same row."""
-    return (rows == rows[:, :1, :1]).all()

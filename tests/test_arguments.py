@@ -134,7 +134,6 @@ def tokens(*counts: int) -> tuple[torch.Tensor, ...]:
         (policy_of, {"simthreshd1": math.nan}, "simthreshd1 is nan; it takes a number"),
         *((changed, {x: 0.5}, f"{x} is 0.5; give a torch tensor") for x in TENSORS),
         (changed, {"output_scale": torch.ones(3)}, "output_scale has shape"),
-        (changed, {"floor": 2**31}, "floor is 2147483648; it takes a whole number"),
         (changed, {"pools": "no"}, "pools is 'no'; it takes True or False"),
         (uniform, {"heads": 2.0}, "heads is 2.0; it takes a whole number from 1"),
         (uniform, {"density": "half"}, "density is 'half'; give a number"),
@@ -156,8 +155,7 @@ def test_numpys_numbers_are_numbers(make_qkv) -> None:
     given = {"scale": np.float32(0.125), "is_causal": np.True_}
     expected = attention(q, k, v, same, scale=0.125, is_causal=True)
     assert torch.equal(attention(q, k, v, policy, **given), expected)
-    head_settings = replace(uniform(np.int64(2), np.float32(0.5)), floor=np.int32(3))
-    assert (head_settings.heads, head_settings.floor) == (2, 3)
+    assert uniform(np.int64(2), np.float32(0.5)).heads == 2
 
 
 @pytest.mark.parametrize("name", ["exact_prefix", "exact_suffix"])

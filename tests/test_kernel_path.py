@@ -218,16 +218,13 @@ def test_a_call_that_keeps_everything_is_not_routed(
 
 
 @pytest.mark.parametrize("order", [None, grid_order(GRID)], ids=["as they come", "ordered"])
-@pytest.mark.parametrize(
-    "head_settings", [None, replace(HeadSettings.uniform(2, 0.3), floor=3)], ids=["", "tuned"]
-)
+@pytest.mark.parametrize("head_settings", [None, HeadSettings.uniform(2, 0.3)], ids=["", "tuned"])
 def test_orders_reach_the_kernels_and_upstreams_semantics_are_of_plain_calls_alone(
     told, order, head_settings
 ) -> None:
     """A block's mass counts its keys with an order or head settings, and lists have whole steps."""
     route = told(SparsePolicy(topk=0.3), order=order, head_settings=head_settings)["route"]
     assert bool(route.upstream) == (order is None and head_settings is None)
-    assert route.floor == (1 if head_settings is None else 3)
     for name in ("keys_exact", "queries_exact"):
         lies_at = None if order is None else getattr(order, name).data_ptr()
         assert getattr(route, name) == lies_at

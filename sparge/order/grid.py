@@ -88,7 +88,6 @@ class OrderFacts(NamedTuple):
     slots: int
     tokens: int
     least_keys: int | None
-    """Fewest keys that lengths may leave; None where they may cut none off."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,6 +115,8 @@ class TokenOrder:
     """(query_blocks,) bool: query blocks that hold a query which drops nothing."""
     segments: tuple[Segment, ...]
     """Empty in an order that was taken from another sequence: there they are not in one piece."""
+    least_keys: int | None = field(default=None, init=False, repr=False)
+    """Fewest keys that lengths may leave; None where they may cut none off."""
     facts: str = field(default="", init=False, repr=False)
     """`OrderFacts` as text."""
     # Not given, so that `replace` makes new ones: copies hold these blocks.
@@ -127,6 +128,7 @@ class TokenOrder:
         least_keys = self.tokens if self.segments else None
         if len(self.segments) > 1 and self.segments[-1].queries_exact:
             least_keys = self.segments[-1].first_token
+        object.__setattr__(self, "least_keys", least_keys)
         facts = (self.order_kinds, self.slots, self.tokens, least_keys)
         object.__setattr__(self, "facts", repr(facts))
 
@@ -360,13 +362,11 @@ def dealt_places(parts: Sequence[int], ranks: int) -> Tensor:
     return torch.cat([share for of_rank in zip(*shares, strict=True) for share in of_rank])
 
 
+@lru_cache(maxsize=_KEPT_GRIDS * VARIANTS)  # the very object each time, which has copies on devices
 def order_as_dealt(order: TokenOrder, grid: TokenGrid, ranks: int) -> TokenOrder:
     """Order of a grid as ranks see its tokens; of one rank, the order itself. Diffusers deals the
     text before the grid, the grid with its tail, and the text after it, each by itself."""
-    return order if ranks == 1 else _as_dealt(order, grid, ranks)
-
-
-@lru_cache(maxsize=_KEPT_GRIDS * VARIANTS)  # the very object each time, which has copies on devices
-def _as_dealt(order: TokenOrder, grid: TokenGrid, ranks: int) -> TokenOrder:
+    if ranks == 1:
+        return order
     parts = grid.prefix, grid.tokens - grid.prefix - grid.suffix, grid.suffix
     return order.taken_from(dealt_places(parts, ranks))

@@ -71,7 +71,6 @@ def _settings(
         columns["selection"],
         columns["log2_pool_weight"].exp2(),
         columns["router"].int(),
-        facts.floor,
         facts.pools,
         order_kind,
         columns["output_scale"] if facts.has_output_scale else None,

@@ -233,7 +233,6 @@ class _Draw:
             density=drawn(0.0, 0.15, 0.3, 0.3, 0.5, 0.5, 0.7, 1.0),
             pool_weight=drawn(0.0, 0.5, 1.0, 1.3) if pools else zeros,
             router=drawn(0, 1, dtype=torch.int32) if pools else zeros.int(),
-            floor=self.choice((1, 1, 1, 2, 4)),
             pools=pools,
             order_kind=drawn(*range(order_kinds + 1), dtype=torch.int32)
             if order_kinds > 1 and self.chance() < 0.8

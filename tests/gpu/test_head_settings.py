@@ -100,9 +100,7 @@ def settings_of(heads: int, *, scaled: bool = False) -> HeadSettings:
 
     output_scale = spread(CONTRASTS) if scaled else None
     routers = spread(ROUTERS).int()
-    return HeadSettings(
-        spread(DENSITIES), spread(GAINS), routers, floor=2, output_scale=output_scale
-    )
+    return HeadSettings(spread(DENSITIES), spread(GAINS), routers, output_scale=output_scale)
 
 
 def with_orders(head_settings: HeadSettings) -> HeadSettings:

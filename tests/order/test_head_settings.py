@@ -30,7 +30,6 @@ def test_uniform_is_one_value_for_all() -> None:
         ({"router": torch.zeros(3)}, "router has .* torch.float32; give one torch.int32"),
         ({"density": torch.zeros(3).double()}, "density has .* give one torch.float32"),
         ({"density": torch.zeros(3, 1)}, r"density has shape \(3, 1\)"),
-        ({"floor": 0}, "floor is 0; it takes a whole number from 1"),
         (
             {"order_kind": torch.zeros(3, device="meta").int()},
             "order_kind is on meta and density on cpu: put all values",
