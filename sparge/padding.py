@@ -23,7 +23,6 @@ from .weak_cache import WeakTensorCache
 HIDDEN = -1e4
 #: Reason of a call whose mask nobody can read; what it hides may change between runs of the graph.
 CAPTURED = "a mask in a CUDA graph that is captured, where nobody can read what it hides"
-_KEPT = 64  # masks whose padding is remembered
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,7 +116,7 @@ def torch_mask_padding(mask: Tensor) -> KeyPadding:
 
 
 #: Padding of each mask, or the reason why it is more than padding.
-_paddings: WeakTensorCache[KeyPadding | str] = WeakTensorCache(_KEPT)
+_paddings: WeakTensorCache[KeyPadding | str] = WeakTensorCache()
 
 
 def _read(mask: Tensor) -> KeyPadding | str:
