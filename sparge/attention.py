@@ -67,8 +67,8 @@ def attention(
         key_lengths: (B,) int32; keys at and beyond it are never read. With an order they may cut
             the tokens after the grid, and nothing of the grid.
         block_mask: (B, H, ceil(Nq / 128), ceil(Nk / 64)), nonzero keeps; replaces routing.
-        order: from ``cube_order`` or ``grid_order``: tokens that lie close together share blocks,
-            and its exact tokens replace the policy's. q, k, v and the result stay as they come.
+        order: from ``grid_order``: tokens that lie close together share blocks, and its exact
+            tokens replace the policy's. q, k, v and the result stay as they come.
         head_settings: density, pool weight, output scale, router (what ranks blocks) and order of
             each head; the density replaces the policy's.
         stats: counters that this call adds to.

@@ -149,7 +149,7 @@ def _check_kinds(
 ) -> None:
     check_kind("policy", policy, SparsePolicy, "a SparsePolicy, say SparsePolicy(topk=0.3)")
     for name, value, kind, maker in (
-        ("order", order, TokenOrder, "cube_order or grid_order"),
+        ("order", order, TokenOrder, "grid_order"),
         ("head_settings", head_settings, HeadSettings, "HeadSettings or HeadSettings.uniform"),
     ):
         if value is not None:

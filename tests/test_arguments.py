@@ -19,13 +19,13 @@ from sparge import (
     SparsePolicy,
     TokenGrid,
     Unsupported,
-    cube_order,
+    grid_order,
 )
 from sparge.stages import on_reference
 
 attention: Any = sparge.attention
 SPARSE = SparsePolicy(topk=0.4)
-SQUARE = cube_order(TokenGrid(1, 16, 16))
+SQUARE = grid_order(TokenGrid(1, 16, 16))
 HALF = HeadSettings.uniform(2, 0.5)
 SCALED = replace(HALF, output_scale=torch.ones(2))
 SIXTEEN_BIT = SparsePolicy(precision=Precision.SIXTEEN_BIT)
@@ -62,10 +62,10 @@ ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"policy": SparsePolicy(topk=torch.ones(5))}, r"topk has shape \(5,\).* 2 query heads"),
     ({"out_layout": 1}, "out_layout is 1; it takes 'HND'"),
     ({"return_lse": "no"}, "return_lse is 'no'; it takes True or False"),
-    ({"order": TokenGrid(2, 8, 10)}, "order is a .*TokenGrid; give what cube_order or grid_order"),
+    ({"order": TokenGrid(2, 8, 10)}, "order is a .*TokenGrid; give what grid_order makes"),
     ({"order": SQUARE, "is_causal": True}, "do not go together"),
     ({"order": SQUARE, "block_mask": torch.ones(1, 2, 2, 4)}, "give one or the other"),
-    ({"order": cube_order(TokenGrid(1, 8, 8))}, "the token order is one of 64 tokens"),
+    ({"order": grid_order(TokenGrid(1, 8, 8))}, "the token order is one of 64 tokens"),
     ({"head_settings": 0.3}, "head_settings is 0.3; give what HeadSettings"),
     ({"head_settings": SCALED, "is_causal": True}, "later keys.*leave it out"),
     ({"head_settings": SCALED, "policy": SIXTEEN_BIT}, "16-bit operands.*leave it out"),

@@ -74,7 +74,7 @@ TWINS: list[dict[str, Any]] = [
     *({"head_settings": replace(SETTINGS, **change)} for change in (
         {"pools": False}, {"order_kind": None}, {"output_scale": None},
     )),
-    {"order": sparge.cube_order(GRID)}, {"block_mask": MASK.to(torch.uint8)},
+    {"order": ORDER.of_kind(0)}, {"block_mask": MASK.to(torch.uint8)},
     {"block_mask": MASK.transpose(0, 1).contiguous().transpose(0, 1)},
 ]  # fmt: skip
 

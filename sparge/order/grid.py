@@ -167,14 +167,8 @@ class TokenOrder:
             return self
         copy = self._copies.get(device)
         if copy is None:
-            copy = self._copies[device] = TokenOrder(
-                self.slot_tokens.to(device),
-                self.token_slots.to(device),
-                self.block_counts.to(device),
-                self.keys_exact.to(device),
-                self.queries_exact.to(device),
-                self.segments,
-            )
+            tensors = {name: x.to(device) for name, x in vars(self).items() if torch.is_tensor(x)}
+            copy = self._copies[device] = replace(self, **tensors)
         if being_recorded(device):
             self._recorded.add(device)
         return copy
@@ -240,24 +234,18 @@ class TokenOrder:
         return valid.unflatten(-1, (-1, KEY_BLOCK)).sum(-1, dtype=torch.int32)
 
 
-def cube_order(grid: TokenGrid, variant: int = 0) -> TokenOrder:
-    """Packed cube order of `grid`, on the CPU: ceil(n / 64) key blocks a segment.
+def grid_order(grid: TokenGrid, variant: int = 0) -> TokenOrder:
+    """All token orders of `grid`, cubes first, on the CPU: ceil(n / 64) key blocks a segment.
 
     variant: its number, below `VARIANTS`. Sampling steps that take other variants make errors that
     do not add up.
     """
-    return _order_of_kinds(grid, (OrderKind.CUBES,), variant)
+    return _order_of_kinds(grid, tuple(OrderKind), variant)
 
 
 def unmeasured_order(grid: TokenGrid, variant: int) -> TokenOrder:
     """Order that sampling steps of that variant take where no head is measured, on the CPU."""
     return _order_of_kinds(grid, (unmeasured_kind(variant),), variant)
-
-
-def grid_order(grid: TokenGrid, variant: int = 0) -> TokenOrder:
-    """All token orders of `grid`, cubes first, on the CPU; segments and variants as in
-    `cube_order`."""
-    return _order_of_kinds(grid, tuple(OrderKind), variant)
 
 
 #: Grids whose orders are kept: a run has one a conditioning, a context window or two.

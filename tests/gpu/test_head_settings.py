@@ -18,7 +18,6 @@ from sparge import (
     TokenGrid,
     TokenOrder,
     attention,
-    cube_order,
     grid_order,
 )
 from sparge.blocks import KEY_BLOCK, unpack
@@ -146,7 +145,7 @@ def drawn(job: Job, element: Element, generator: torch.Generator) -> Drawn:
         *make_qkv(case, generator),
         with_element(job.policy, element),
         settings_of(case.heads, scaled=element.quantized and not case.causal),
-        None if job.grid is None else cube_order(job.grid).on("cuda"),
+        None if job.grid is None else grid_order(job.grid).on("cuda"),
         lengths_of(case),
         case.causal,
     )
