@@ -62,9 +62,6 @@ CASES = {
     "chunks, left padding": Case(in_parts(110, 215, 320, mask=LEFT), 5 * LAYERS),
     "chunks, right padding": Case(in_parts(110, 220, 320, mask=RIGHT), 4 * LAYERS),
     "static cache": Case(in_parts(200, 201, 320, room=400), 2 * LAYERS, {FEW: LAYERS}),
-    "static cache, wide heads": Case(
-        in_parts(200, 320, room=400), 0, {WIDE: 2 * LAYERS}, model={"head_dim": 160}
-    ),
     "static cache, learned sinks": Case(
         in_parts(200, 320, room=400), 0, {SINKS: 2 * LAYERS}, "GptOss", OF_GPT_OSS
     ),
@@ -75,12 +72,10 @@ CASES = {
     "fp32": Case(forward(), LAYERS, model={"dtype": torch.float32}),
     "behind eager": Case(in_parts(200, 201), LAYERS, {FEW: LAYERS}, model={"attention": "eager"}),
     "wide heads": Case(forward(), 0, {WIDE: LAYERS}, model={"head_dim": 160}),
-    "short": Case(lambda model, ids: model(ids[:, :90]).logits, 0, {FEW: LAYERS}),
     "Mistral, sliding": Case(
         forward(), 0, {"a sliding window": LAYERS}, "Mistral", {"sliding_window": 100}
     ),
     "Mistral, within its window": Case(forward(), LAYERS, {}, "Mistral", {"sliding_window": 400}),
-    "Qwen3": Case(forward(), LAYERS, {}, "Qwen3"),
     "Qwen3, one sliding layer": Case(
         in_parts(200, 320),
         2,
@@ -255,12 +250,8 @@ def test_tensors_without_data_stay_the_models_own(make_model, ids: Tensor) -> No
 def test_what_cannot_be_enabled_says_why(make_model) -> None:
     with pytest.raises(ValueError, match=r"model is a torch.*Linear; give a model"):
         enable(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
-    model = make_model()
-    bad: list[tuple[dict[str, Any], str]]
-    bad = [({"policy": 3}, "policy is 3"), ({"min_tokens": -1}, "min_tokens is -1")]
-    for options, words in bad:
-        with pytest.raises(ValueError, match=words):
-            enable(model, **options)
+    with pytest.raises(ValueError, match="policy is 3"):
+        enable(make_model(), 3)  # type: ignore[arg-type]
 
 
 def test_parts_of_a_model_get_their_own_back(seed: int, ids: Tensor) -> None:
