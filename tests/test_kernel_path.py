@@ -116,15 +116,6 @@ def told(pretended_gpu: PretendedGpu) -> Any:
     return run
 
 
-def test_a_call_that_keeps_everything_is_routed_where_it_is_counted(told) -> None:
-    whole, stats = SparsePolicy(topk=1.0), AttentionStats("cpu")
-    params = told(whole)
-    assert "route" not in params and not params[HOPPER_ATTEND].block_map
-    params = told(whole, stats=stats)
-    assert params["route"].counters == stats.counters.data_ptr()
-    assert params["route"].block_map == params[HOPPER_ATTEND].block_map != 0
-
-
 def test_what_a_policy_says_reaches_the_kernels(told) -> None:
     policy = SparsePolicy(
         topk=0.5, cdfthreshd=0.875, simthreshd1=0.25, pvthreshd=15.0, attention_sink=True,
@@ -213,8 +204,11 @@ def test_scores_and_similarities_are_for_those_who_need_them(
 def test_a_call_that_keeps_everything_is_not_routed(
     told, given: dict[str, Any], causal: bool, head_settings: Any, routed: bool
 ) -> None:
-    params = told(SparsePolicy(**given), is_causal=causal, head_settings=head_settings)
+    options = {"is_causal": causal, "head_settings": head_settings}
+    params = told(SparsePolicy(**given), **options)
     assert ("route" in params) == routed == bool(params[HOPPER_ATTEND].block_map)
+    stats = AttentionStats("cpu")
+    assert told(SparsePolicy(**given), stats=stats, **options)["route"].counters
 
 
 @pytest.mark.parametrize("order", [None, grid_order(GRID)], ids=["as they come", "ordered"])

@@ -125,20 +125,6 @@ def test_facts_are_remembered_of_tensors_whose_changes_show() -> None:
     assert [x() for x in held] == [None] * 3, "what is remembered ends with the tensor"
 
 
-@pytest.mark.parametrize("inference", [False, True])
-def test_a_mask_that_is_filled_anew_is_read_anew(inference: bool) -> None:
-    with torch.inference_mode(inference):
-        mask, weighing = REAL["behind"].clone(), torch.full((1, TOKENS), 0.5)
-        for real in REAL.values():
-            mask.data.copy_(real)
-            lengths = key_padding(mask).key_lengths
-            found = [TOKENS, TOKENS] if lengths is None else lengths.tolist()
-            assert found == real.sum(1).tolist()
-        with pytest.raises(sparge.Unsupported, match="it weighs keys"):
-            key_padding(weighing)
-        assert key_padding(weighing.zero_()).key_lengths is None
-
-
 DIAGONAL = torch.ones(8, 8, dtype=torch.bool).tril()
 HEADS_DIFFER = torch.arange(4).view(1, 4, 1, 1).expand(1, 4, 1, TOKENS) == 0
 
