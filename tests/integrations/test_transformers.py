@@ -49,8 +49,7 @@ class Case:
 
 PACKED = torch.cat([torch.arange(150), torch.arange(170)]).expand(2, -1)
 CUSTOM = torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool).tril()
-WIDE, SINKS = "head_dim is 160; up to 128 is supported.", "learned sinks"
-OF_GPT_OSS = {"attention": "eager", "num_local_experts": 2, "num_experts_per_tok": 1}
+WIDE = "head_dim is 160; up to 128 is supported."
 CASES = {
     "prefill": Case(forward(), LAYERS),
     "all real": Case(forward(attention_mask=torch.ones_like(LEFT)), LAYERS),
@@ -62,15 +61,11 @@ CASES = {
     "chunks, left padding": Case(in_parts(110, 215, 320, mask=LEFT), 5 * LAYERS),
     "chunks, right padding": Case(in_parts(110, 220, 320, mask=RIGHT), 4 * LAYERS),
     "static cache": Case(in_parts(200, 201, 320, room=400), 2 * LAYERS, {FEW: LAYERS}),
-    "static cache, learned sinks": Case(
-        in_parts(200, 320, room=400), 0, {SINKS: 2 * LAYERS}, "GptOss", OF_GPT_OSS
-    ),
     "packed": Case(forward(position_ids=PACKED), 0, {MASK: LAYERS}),
     "own mask": Case(forward(attention_mask=CUSTOM), 0, {MASK: LAYERS}),
     "holes": Case(forward(attention_mask=(PLACES % 5 > 0).long().expand(2, -1)), 0, {MASK: LAYERS}),
     "many heads": Case(forward(), LAYERS, model={"num_key_value_heads": 2}),
     "fp32": Case(forward(), LAYERS, model={"dtype": torch.float32}),
-    "behind eager": Case(in_parts(200, 201), LAYERS, {FEW: LAYERS}, model={"attention": "eager"}),
     "wide heads": Case(forward(), 0, {WIDE: LAYERS}, model={"head_dim": 160}),
     "Mistral, sliding": Case(
         forward(), 0, {"a sliding window": LAYERS}, "Mistral", {"sliding_window": 100}
@@ -83,14 +78,6 @@ CASES = {
         "Qwen3",
         {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
     ),
-    "Gemma 2": Case(
-        forward(),
-        0,
-        {"capped logits (softcap)": LAYERS},
-        "Gemma2",
-        {"attention": "eager", "query_pre_attn_scalar": 64},
-    ),
-    "learned sinks": Case(forward(), 0, {SINKS: LAYERS}, "GptOss", OF_GPT_OSS),
 }
 
 
@@ -247,14 +234,28 @@ def test_tensors_without_data_stay_the_models_own(make_model, ids: Tensor) -> No
     assert sparse.stats.sparse_calls == 0 and sparse.stats.exact_calls == 2 * LAYERS
 
 
-def test_what_cannot_be_enabled_says_why(make_model) -> None:
+def test_what_cannot_be_enabled_says_why(make_model, ids: Tensor, monkeypatch) -> None:
     with pytest.raises(ValueError, match=r"model is a torch.*Linear; give a model"):
         enable(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="policy is 3"):
         enable(make_model(), 3)  # type: ignore[arg-type]
+    model = make_model("GptOss", attention="eager", num_local_experts=2, num_experts_per_tok=1)
+    with pytest.raises(sparge.Unsupported, match="has the attention 'eager', which may do what"):
+        enable(model)
+    model = make_model()
+    with monkeypatch.context() as patch:
+        patch.setattr(type(model), "_can_set_attn_implementation", lambda _: False)
+        with pytest.raises(sparge.Unsupported, match="does not take its attention from"):
+            enable(model)
+    own = model(ids).logits
+    with enable(model, WHOLE, LEAST) as sparse:
+        assert not torch.equal(model(ids).logits, own)
+    assert sparse.stats.sparse_calls == LAYERS
 
 
-def test_parts_of_a_model_get_their_own_back(seed: int, ids: Tensor) -> None:
+def test_parts_that_are_eager_are_left_alone_and_others_get_their_own_back(
+    seed: int, ids: Tensor
+) -> None:
     torch.manual_seed(seed)
     vision = transformers.CLIPVisionConfig(
         hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=1
@@ -272,7 +273,7 @@ def test_parts_of_a_model_get_their_own_back(seed: int, ids: Tensor) -> None:
     sparse = enable(model, WHOLE, min_tokens=40)
     found = model(input_ids=ids, pixel_values=image).logits
     assert rel_l2(found, expected) < EIGHT_BITS
-    assert (sparse.stats.sparse_calls, sparse.stats.exact_calls) == (4, 0), sparse.report()
+    assert (sparse.stats.sparse_calls, sparse.stats.exact_calls) == (2, 0), sparse.report()
     sparse.disable()
     assert [part._attn_implementation for part in parts] == ["sdpa", "eager", "sdpa"]
 

@@ -17,14 +17,10 @@ from ...errors import Unsupported
 from ...policy import SparsePolicy
 from ...sdpa import MIN_TOKENS, Substitute
 from ...stats import CallStats
-from .attend import NAMES, Functions, rules
+from .attend import EXACT, NAME, attend, mask, rules
 
-#: Implementation behind each of our names.
-_BEHIND = {name: own for own, name in NAMES.items()}
-for name, behind in _BEHIND.items():
-    functions = Functions(behind)
-    AttentionInterface.register(name, functions.attend)
-    AttentionMaskInterface.register(name, functions.mask)
+AttentionInterface.register(NAME, attend)
+AttentionMaskInterface.register(NAME, mask)
 
 
 class SparseModel:
@@ -32,25 +28,20 @@ class SparseModel:
 
     def __init__(self, model: PreTrainedModel, substitute: Substitute, stats: CallStats) -> None:
         self.stats = stats
-        self._before = [(each, _own(each._attn_implementation)) for each in _configs(model)]
+        self._before = [(each, each._attn_implementation) for each in _configs(model)]
         for config, _ in self._before:
             _enabled[id(config)], rules[id(config)] = self, substitute
         weakref.finalize(model, self.disable)
-        try:
-            model.set_attn_implementation(NAMES["sdpa"])
-        except ValueError as error:
-            self.disable()
-            refusal = f"{type(model).__name__} refuses another attention: {error}"
-            raise Unsupported(refusal) from error
-        if model.config._attn_implementation != NAMES["sdpa"]:
+        model.set_attn_implementation(NAME)
+        if model.config._attn_implementation != NAME:
             self.disable()
             raise Unsupported(
                 f"{type(model).__name__} does not take its attention from transformers' registry; "
                 "`with sparge.sdpa():` around the call may reach it."
             )
-        for config, own in self._before:
-            if config._attn_implementation == NAMES["sdpa"]:
-                config._attn_implementation_internal = NAMES.get(own or "", NAMES["sdpa"])
+        for config, before in self._before:
+            if before not in (EXACT, NAME):  # a part for which nothing exact stands behind ours
+                config._attn_implementation_internal = before
 
     def __enter__(self) -> SparseModel:
         return self
@@ -68,8 +59,8 @@ class SparseModel:
             if _enabled.get(id(config)) is not self:
                 continue
             del _enabled[id(config)], rules[id(config)]
-            if config._attn_implementation in _BEHIND:  # not what others set since
-                config._attn_implementation_internal = before
+            if config._attn_implementation == NAME:  # not what others set since
+                config._attn_implementation_internal = EXACT if before == NAME else before
 
 
 #: Sparse models, by the identity of each configuration, as in `rules`.
@@ -82,16 +73,16 @@ def enable(
     """Makes attention of `model` sparse where it can be: causal prefill of at least `min_tokens`
     tokens, whole or in chunks, also with padding on either side and with a static cache, and long
     encoders. What else it computes stays as it was, with the reason in the report: decoding,
-    sliding windows, packed sequences, capped logits, learned sinks, heads above 128. A second call
-    on the same model, a part of it or the whole that it is a part of replaces the first.
+    sliding windows, packed sequences, heads above 128. A second call on the same model, a part of
+    it or the whole that it is a part of replaces the first.
 
     model: also in the wrapper that torch.compile gives.
     policy: without it half of the key blocks, and always the first one. Text needs the first
         (`attention_sink=True`): a head that looks for nothing looks there.
 
     Raises:
-        Unsupported: the model does not take its attention from transformers' registry, or chooses
-            keys itself.
+        Unsupported: the model has another attention than PyTorch's, does not take it from
+            transformers' registry, or chooses keys itself.
     """
     model = getattr(model, "_orig_mod", model)
     check_kind("model", model, PreTrainedModel, "a model of transformers")
@@ -100,6 +91,11 @@ def enable(
     for config in _configs(model):
         if (earlier := _enabled.get(id(config))) is not None:
             earlier.disable()
+    if (own := model.config._attn_implementation) not in (EXACT, NAME):
+        raise Unsupported(
+            f"{type(model).__name__} has the attention {own!r}, which may do what ours cannot "
+            '(sinks, capped logits, weights): call model.set_attn_implementation("sdpa") before.'
+        )
     if any(getattr(part, "indexer", None) is not None for part in model.modules()):
         raise Unsupported(
             f"{type(model).__name__} chooses keys by an indexer of its own, which it does for "
@@ -107,12 +103,6 @@ def enable(
         )
     stats.prepare()
     return SparseModel(model, substitute, stats)
-
-
-def _own(implementation: str | None) -> str | None:
-    """Implementation of a configuration. A copy of a sparse one has ours, before which it had that
-    behind it."""
-    return _BEHIND.get(implementation or "", implementation)
 
 
 def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
