@@ -113,10 +113,10 @@ class TokenOrder:
     """(key_blocks,) bool: key blocks that are never dropped."""
     queries_exact: Tensor
     """(query_blocks,) bool: query blocks that hold a query which drops nothing."""
-    segments: tuple[Segment, ...]
-    """Empty in an order that was taken from another sequence: there they are not in one piece."""
-    least_keys: int | None = field(default=None, init=False, repr=False)
+    least_keys: int | None = None
     """Fewest keys that lengths may leave; None where they may cut none off."""
+    segments: tuple[Segment, ...] = ()
+    """Empty in an order that was taken from another sequence: there they are not in one piece."""
     facts: str = field(default="", init=False, repr=False)
     """`OrderFacts` as text."""
     # Not given, so that `replace` makes new ones: copies hold these blocks.
@@ -125,11 +125,7 @@ class TokenOrder:
     """Devices whose copies are never forgotten, because recorded calls read them in place."""
 
     def __post_init__(self) -> None:
-        least_keys = self.tokens if self.segments else None
-        if len(self.segments) > 1 and self.segments[-1].queries_exact:
-            least_keys = self.segments[-1].first_token
-        object.__setattr__(self, "least_keys", least_keys)
-        facts = (self.order_kinds, self.slots, self.tokens, least_keys)
+        facts = (self.order_kinds, self.slots, self.tokens, self.least_keys)
         object.__setattr__(self, "facts", repr(facts))
 
     @property
@@ -216,6 +212,7 @@ class TokenOrder:
             self,
             slot_tokens=torch.where(self.slot_tokens == EMPTY, EMPTY, moved),
             token_slots=self.token_slots[:, taken].contiguous(),
+            least_keys=None,
             segments=(),
         )
 
@@ -321,12 +318,14 @@ def _order(token_slots: NDArray[np.int32], segments: tuple[Segment, ...]) -> Tok
         if segment.queries_exact:
             rows = slice(segment.first_block // blocks_a_row, block_count(end, blocks_a_row))
             queries_exact[rows] = True
+    ends_in_text = len(segments) > 1 and segments[-1].queries_exact
     return TokenOrder(
         _real_tensor(slot_tokens),
         _real_tensor(token_slots),
         _real_tensor(counts),
         _real_tensor(keys_exact),
         _real_tensor(queries_exact),
+        segments[-1].first_token if ends_in_text else tokens,
         segments,
     )
 
