@@ -88,8 +88,9 @@ class HeadSettings:
 
     def __post_init__(self) -> None:
         check_tensor("density", self.density, "one float32 value for each query head")
-        for name, value in self.tensors.items():
-            self._check(name, value)
+        for name in DTYPES:
+            if getattr(self, name) is not None or name not in OPTIONAL:
+                self._check(name, getattr(self, name))
         if self.order_kind is not None:  # kernels read it in place
             object.__setattr__(self, "order_kind", self.order_kind.contiguous())
         object.__setattr__(self, "pools", flag("pools", self.pools))
@@ -121,11 +122,7 @@ class HeadSettings:
     def tensors(self) -> dict[str, Tensor]:
         """Values of heads, by name."""
         values = {name: getattr(self, name) for name in DTYPES}
-        return {
-            name: value
-            for name, value in values.items()
-            if name not in OPTIONAL or value is not None
-        }
+        return {name: value for name, value in values.items() if value is not None}
 
     def _check(self, name: str, value: Tensor) -> None:
         dtype, heads = DTYPES[name], self.heads

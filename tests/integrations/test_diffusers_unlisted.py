@@ -78,14 +78,6 @@ def test_half_of_the_steps_are_dense_where_that_is_asked(made: Any) -> None:
     assert "is not known here: its tokens stay in the order they come" in handle.line
 
 
-def test_timesteps_that_are_not_the_schedulers_leave_it_dense(monkeypatch) -> None:
-    pipe, given = qwen_image()
-    monkeypatch.setattr("sparge.integrations.diffusers.steps._FORMS", (lambda values: -values,))
-    handle = run(pipe, given, start_percent=0.0)
-    assert handle.result is not None and handle.result.counts.sparse == 0
-    assert "the model is given no timestep of the scheduler" in handle.line
-
-
 def test_inputs_without_the_usual_names_are_said_once() -> None:
     class Renamed(torch.nn.Module):
         def forward(self, picture: torch.Tensor) -> torch.Tensor:
