@@ -290,8 +290,6 @@ def _token_slot(
 @lru_cache(maxsize=32)
 def raster_order(tokens: int) -> TokenOrder:
     """Order in which tokens stay as they come: slot = token."""
-    if tokens < 1:
-        raise ValueError(f"tokens is {tokens}; a sequence has at least one.")
     slots = np.arange(tokens, dtype=np.int32)[None]
     return _order(slots, (Segment(0, 0, tokens, False, False),))
 

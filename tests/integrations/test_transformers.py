@@ -138,6 +138,12 @@ def test_whole_graphs(make_model, ids: Tensor) -> None:
         compiled(ids, attention_mask=LEFT)
     assert sparse.stats.sparse_calls == 3 * LAYERS
     assert sparse.stats.reasons == {MASK: 2 * LAYERS}
+    other = make_model()  # of the same code and weights
+    own = other.model(ids).last_hidden_state
+    assert torch.equal(torch.compile(other.model, backend="eager")(ids).last_hidden_state, own)
+    assert torch.equal(compiled(ids).last_hidden_state, expected)
+    sparse.disable()
+    assert torch.equal(compiled(ids).last_hidden_state, own) and not torch.equal(own, expected)
 
 
 def test_two_models_have_rules_and_counts_of_their_own(make_model, ids: Tensor) -> None:

@@ -31,7 +31,7 @@ class SparseModel:
         self._before = [(each, each._attn_implementation) for each in _configs(model)]
         for config, _ in self._before:
             _enabled[id(config)], rules[id(config)] = self, substitute
-        weakref.finalize(model, self.disable)
+        self._end = weakref.finalize(model, self.disable)
         model.set_attn_implementation(NAME)
         if model.config._attn_implementation != NAME:
             self.disable()
@@ -55,6 +55,7 @@ class SparseModel:
 
     def disable(self) -> None:
         """Gives the model its own attention back. Twice does no harm."""
+        self._end.detach()
         for config, before in self._before:
             if _enabled.get(id(config)) is not self:
                 continue
