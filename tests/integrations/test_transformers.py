@@ -240,23 +240,31 @@ def test_tensors_without_data_stay_the_models_own(make_model, ids: Tensor) -> No
     assert sparse.stats.sparse_calls == 0 and sparse.stats.exact_calls == 2 * LAYERS
 
 
-def test_what_cannot_be_enabled_says_why(make_model, ids: Tensor, monkeypatch) -> None:
+def test_what_cannot_be_enabled_says_why_and_other_attention_can(
+    make_model, ids: Tensor, monkeypatch
+) -> None:
     with pytest.raises(ValueError, match=r"model is a torch.*Linear; give a model"):
         enable(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="policy is 3"):
         enable(make_model(), 3)  # type: ignore[arg-type]
-    model = make_model("GptOss", attention="eager", num_local_experts=2, num_experts_per_tok=1)
-    with pytest.raises(sparge.Unsupported, match="has the attention 'eager', which may do what"):
-        enable(model)
+    for model, other in (
+        (make_model(), "eager"),
+        (make_model("Gemma2", attention="eager"), "flex"),
+    ):
+        model.set_attn_implementation(other.replace("flex", "flex_attention"))
+        with pytest.raises(sparge.Unsupported, match=f"has the attention '{other}.*, which may do"):
+            enable(model)
     model = make_model()
     with monkeypatch.context() as patch:
         patch.setattr(type(model), "_can_set_attn_implementation", lambda _: False)
         with pytest.raises(sparge.Unsupported, match="does not take its attention from"):
             enable(model)
     own = model(ids).logits
+    model.set_attn_implementation("flex_attention")
     with enable(model, WHOLE, LEAST) as sparse:
-        assert not torch.equal(model(ids).logits, own)
+        assert 0 < rel_l2(model(ids).logits, own) < EIGHT_BITS
     assert sparse.stats.sparse_calls == LAYERS
+    assert model.config._attn_implementation == "flex_attention"
 
 
 def test_parts_that_are_eager_are_left_alone_and_others_get_their_own_back(

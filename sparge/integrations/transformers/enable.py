@@ -40,7 +40,7 @@ class SparseModel:
                 "`with sparge.sdpa():` around the call may reach it."
             )
         for config, before in self._before:
-            if before not in (EXACT, NAME):  # a part for which nothing exact stands behind ours
+            if before in (None, "eager"):  # a part for which nothing exact stands behind ours
                 config._attn_implementation_internal = before
 
     def __enter__(self) -> SparseModel:
@@ -82,8 +82,8 @@ def enable(
         (`attention_sink=True`): a head that looks for nothing looks there.
 
     Raises:
-        Unsupported: the model has another attention than PyTorch's, does not take it from
-            transformers' registry, or chooses keys itself.
+        Unsupported: the model cannot have PyTorch's attention or has "eager", does not take its
+            attention from transformers' registry, or chooses keys itself.
     """
     model = getattr(model, "_orig_mod", model)
     check_kind("model", model, PreTrainedModel, "a model of transformers")
@@ -92,7 +92,7 @@ def enable(
     for config in _configs(model):
         if (earlier := _enabled.get(id(config))) is not None:
             earlier.disable()
-    if (own := model.config._attn_implementation) not in (EXACT, NAME):
+    if (own := model.config._attn_implementation) == "eager" or not model._supports_sdpa:
         raise Unsupported(
             f"{type(model).__name__} has the attention {own!r}, which may do what ours cannot "
             '(sinks, capped logits, weights): call model.set_attn_implementation("sdpa") before.'
