@@ -168,17 +168,6 @@ def wan_vace() -> tuple[nn.Module, dict[str, Any]]:
     }
 
 
-def aura_flow() -> tuple[nn.Module, dict[str, Any]]:
-    """The first of its lists has no usual name."""
-    model = diffusers.AuraFlowTransformer2DModel(
-        sample_size=24, patch_size=2, in_channels=4, num_mmdit_layers=2, num_single_dit_layers=2,
-        attention_head_dim=64, num_attention_heads=2, joint_attention_dim=WIDTH,
-        caption_projection_dim=128, out_channels=4, pos_embed_max_size=144,
-    )  # fmt: skip
-    text = drawn(1, TEXT, WIDTH, seed=3)
-    return model, {"hidden_states": drawn(1, 4, 24, 24, seed=1), "encoder_hidden_states": text}
-
-
 class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return functional.scaled_dot_product_attention(x, x, x)
@@ -207,9 +196,7 @@ def loop(model: nn.Module, given: dict[str, Any], pipe: Any) -> None:
         model(timestep=t[None].bfloat16() / 1000, **given)
 
 
-@pytest.mark.parametrize(
-    ("made", "beside"), [(wan_vace, 0), (aura_flow, 0), (own, 1)], ids=["VACE", "AuraFlow", "own"]
-)
+@pytest.mark.parametrize(("made", "beside"), [(wan_vace, 0), (own, 1)], ids=["VACE", "own"])
 def test_sparse_and_dense_calls_are_those_that_came(
     made: Callable[[], tuple[nn.Module, dict[str, Any]]], beside: int
 ) -> None:
