@@ -8,7 +8,7 @@ from .attention import attention
 from .errors import KernelBuildError, Unsupported
 from .head_settings import HeadSettings, Router
 from .kernels import Capability, capabilities
-from .order.grid import TokenGrid, TokenOrder, cube_order, grid_order
+from .order.grid import TokenGrid, TokenOrder, grid_order
 from .order.variants import VARIANTS, OrderKind
 from .padding import KeyPadding, key_padding
 from .policy import Precision, SparsePolicy
@@ -32,7 +32,6 @@ __all__ = [
     "Unsupported",
     "attention",
     "capabilities",
-    "cube_order",
     "grid_order",
     "key_padding",
     "sdpa",

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from types import NoneType
-from typing import TYPE_CHECKING, Literal, TypedDict, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,9 +24,6 @@ from .stages.kind import CallRules, CallTensors, key_of, rules_text
 from .stages.prepared import find, prepare
 from .stats import AttentionStats
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
 _TENSOR = (Tensor, torch.nn.Parameter)
 _MAYBE_TENSOR = (*_TENSOR, NoneType)
 _BYTES = (torch.bool, torch.uint8, torch.int8)
@@ -35,42 +32,6 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 _trace = torch._C._get_tracing_state
 
 
-class _Options(TypedDict, total=False):
-    """Keywords of ``attention`` that do not change what it returns."""
-
-    layout: str
-    out_layout: str | None
-    is_causal: bool
-    causal: Alignment | None
-    scale: float | None
-    key_lengths: Tensor | None
-    block_mask: Tensor | None
-    order: TokenOrder | None
-    head_settings: HeadSettings | None
-    stats: AttentionStats | None
-    output_dtype: torch.dtype | None
-
-
-@overload
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    policy: SparsePolicy | None = ...,
-    *,
-    return_lse: Literal[False] = ...,
-    **options: Unpack[_Options],
-) -> Tensor: ...
-@overload
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    policy: SparsePolicy | None = ...,
-    *,
-    return_lse: Literal[True],
-    **options: Unpack[_Options],
-) -> tuple[Tensor, Tensor]: ...
 def attention(
     q: Tensor,
     k: Tensor,
@@ -89,7 +50,7 @@ def attention(
     stats: AttentionStats | None = None,
     output_dtype: torch.dtype | None = None,
     return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Any:
     """Block-sparse attention, a replacement for ``scaled_dot_product_attention`` without a mask.
 
     Args:
@@ -106,8 +67,8 @@ def attention(
         key_lengths: (B,) int32; keys at and beyond it are never read. With an order they may cut
             the tokens after the grid, and nothing of the grid.
         block_mask: (B, H, ceil(Nq / 128), ceil(Nk / 64)), nonzero keeps; replaces routing.
-        order: from ``cube_order`` or ``grid_order``: tokens that lie close together share blocks,
-            and its exact tokens replace the policy's. q, k, v and the result stay as they come.
+        order: from ``grid_order``: tokens that lie close together share blocks, and its exact
+            tokens replace the policy's. q, k, v and the result stay as they come.
         head_settings: density, pool weight, output scale, router (what ranks blocks) and order of
             each head; the density replaces the policy's.
         stats: counters that this call adds to.
@@ -117,8 +78,9 @@ def attention(
             (docs/experiments.md, Log-sum-exp of 8-bit operands).
 
     Returns:
-        The result; rows that see no key are 0 (log-sum-exp -inf). A NaN or an infinity makes NaN:
-        in q its row, in k or v every row of the heads that share it, whatever they keep.
+        The result; with ``return_lse`` a pair of it and the log-sum-exp. Rows that see no key are 0
+        (log-sum-exp -inf). A NaN or an infinity makes NaN: in q its row, in k or v every row of the
+        heads that share it, whatever they keep.
 
     Raises:
         Unsupported: the call is valid but cannot be served; ``reason`` says why.

@@ -3,11 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
-
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 QUERY_BLOCK = 128  # queries that a row of the block map stands for, on every GPU
@@ -15,15 +11,13 @@ KEY_BLOCK = 64  # keys that one bit of it stands for
 STEP_BLOCKS = 2  # key blocks that attend takes at once on Hopper
 WORD_BITS = 32
 
-Counts = TypeVar("Counts", Tensor, NDArray[np.int64])
-
 
 def block_count(tokens: int, block: int) -> int:
     """Number of blocks of `block` tokens that cover `tokens`, the last one possibly partial."""
     return -(-tokens // block)
 
 
-def whole_steps(ranked: Counts, forced: Counts) -> Counts:
+def whole_steps(ranked: Tensor, forced: Tensor) -> Tensor:
     """Ranked blocks that a list keeps where `ranked` are asked for.
 
     They are as many more as make whole steps of attend with the `forced` ones: half a step takes as

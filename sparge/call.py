@@ -149,7 +149,7 @@ def _check_kinds(
 ) -> None:
     check_kind("policy", policy, SparsePolicy, "a SparsePolicy, say SparsePolicy(topk=0.3)")
     for name, value, kind, maker in (
-        ("order", order, TokenOrder, "cube_order or grid_order"),
+        ("order", order, TokenOrder, "grid_order"),
         ("head_settings", head_settings, HeadSettings, "HeadSettings or HeadSettings.uniform"),
     ):
         if value is not None:
@@ -169,7 +169,7 @@ def _check_order(
             f"The call has {queries} queries and {keys} keys; the token order is one of "
             f"{order.tokens} tokens that attend to each other. Make an order for this grid."
         )
-    if key_lengths is not None and not order.segments:
+    if key_lengths is not None and order.least_keys is None:
         raise Unsupported(
             "key_lengths and an order that was taken from another sequence do not go together: "
             "what they cut off stands in several places. Leave one of them out."

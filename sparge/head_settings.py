@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .checks.argument import check_tensor, flag, number, shown, whole_number
-from .policy import INT32_MAX, SparsePolicy
+from .policy import SparsePolicy
 from .thresholds import threshold_table
 
 TableKey = tuple[float, float]
@@ -30,20 +30,21 @@ class Router(enum.IntEnum):
     """Error that pooled keys would make in the block's place."""
 
 
-#: Fields of head settings that may be None: their types, and what heads then have.
-OPTIONAL = {
-    "order_kind": (torch.int32, 0),
-    "output_scale": (torch.float32, 1.0),
+#: Types of the values of heads, those that may be None last.
+DTYPES = {
+    "density": torch.float32,
+    "pool_weight": torch.float32,
+    "router": torch.int32,
+    "order_kind": torch.int32,
+    "output_scale": torch.float32,
 }
-#: Fields that hold a value of each head.
-_VALUES = ("density", "pool_weight", "router", *OPTIONAL)
+OPTIONAL = ("order_kind", "output_scale")
 
 
 class SettingsFacts(NamedTuple):
     """Plain values of head settings."""
 
     heads: int
-    floor: int
     pools: bool
     has_order_kind: bool
     has_output_scale: bool
@@ -64,7 +65,6 @@ class HeadSettings:
         keys, in query blocks that drop something; None: 1 for all. Pooled keys draw
         outputs towards that mean, plain dropping draws them apart. It takes no time. With 8-bit
         operands, not causal: the mean would tell of later keys.
-    floor: ranked key blocks that every query block keeps, whatever its density.
     pools: whether any pool weight is above 0 or any router `ERROR`: with False kernels prepare
         neither.
     order_kind: (heads,) int32, index of the token order that each head takes among those of the
@@ -77,7 +77,6 @@ class HeadSettings:
     density: Tensor
     pool_weight: Tensor
     router: Tensor
-    floor: int = 1
     pools: bool = True
     order_kind: Tensor | None = None
     output_scale: Tensor | None = None
@@ -88,31 +87,17 @@ class HeadSettings:
 
     def __post_init__(self) -> None:
         check_tensor("density", self.density, "one float32 value for each query head")
-        for name, dtype in (("pool_weight", torch.float32), ("router", torch.int32)):
-            _check(name, getattr(self, name), dtype, self.heads)
-        _check("density", self.density, torch.float32, self.heads)
-        for name, (dtype, _) in OPTIONAL.items():
-            if getattr(self, name) is not None:
-                _check(name, getattr(self, name), dtype, self.heads)
-        for name in ("pool_weight", "router", *OPTIONAL):
-            value = getattr(self, name)
-            if value is not None and value.device != self.device:
-                raise ValueError(
-                    f"{name} is on {value.device} and density on {self.device}: put all values of "
-                    "head settings on one device."
-                )
+        for name in DTYPES:
+            if getattr(self, name) is not None or name not in OPTIONAL:
+                self._check(name, getattr(self, name))
         if self.order_kind is not None:  # kernels read it in place
             object.__setattr__(self, "order_kind", self.order_kind.contiguous())
-        for name, value in (
-            ("floor", whole_number("floor", self.floor, 1, INT32_MAX)),
-            ("pools", flag("pools", self.pools)),
-        ):
-            object.__setattr__(self, name, value)
+        object.__setattr__(self, "pools", flag("pools", self.pools))
         object.__setattr__(self, "facts", self._facts())
 
     def _facts(self) -> str:
-        optional = self.order_kind is not None, self.output_scale is not None
-        return repr((self.heads, self.floor, self.pools, *optional))
+        optional = [getattr(self, name) is not None for name in OPTIONAL]
+        return repr((self.heads, self.pools, *optional))
 
     @property
     def heads(self) -> int:
@@ -132,7 +117,7 @@ class HeadSettings:
         made = object.__new__(HeadSettings)
         values = vars(made)
         values.update(vars(self))
-        for name in _VALUES:
+        for name in DTYPES:
             if values[name] is not None:
                 values[name] = values[name][heads]
         values["facts"] = made._facts()
@@ -142,8 +127,22 @@ class HeadSettings:
     @property
     def tensors(self) -> dict[str, Tensor]:
         """Values of heads, by name."""
-        values = {name: getattr(self, name) for name in _VALUES}
+        values = {name: getattr(self, name) for name in DTYPES}
         return {name: value for name, value in values.items() if value is not None}
+
+    def _check(self, name: str, value: Tensor) -> None:
+        dtype, heads = DTYPES[name], self.heads
+        check_tensor(name, value, f"one {dtype} value for each of the {heads} query heads")
+        if value.dtype != dtype or value.shape != (heads,):
+            raise ValueError(
+                f"{name} has shape {tuple(value.shape)} and type {value.dtype}; give one {dtype} "
+                f"value for each of the {heads} query heads."
+            )
+        if value.device != self.device:
+            raise ValueError(
+                f"{name} is on {value.device} and density on {self.device}: put all values of "
+                "head settings on one device."
+            )
 
     def table(self, policy: SparsePolicy) -> Tensor:
         """Returns `threshold_table` of these settings with the other thresholds of `policy`.
@@ -204,12 +203,3 @@ def _table_key(policy: SparsePolicy) -> TableKey | None:
     if isinstance(similarity, Tensor) or isinstance(negligible, Tensor):
         return None
     return similarity, negligible
-
-
-def _check(name: str, value: Tensor, dtype: torch.dtype, heads: int) -> None:
-    check_tensor(name, value, f"one {dtype} value for each of the {heads} query heads")
-    if value.dtype != dtype or value.shape != (heads,):
-        raise ValueError(
-            f"{name} has shape {tuple(value.shape)} and type {value.dtype}; give one {dtype} value "
-            f"for each of the {heads} query heads."
-        )

@@ -23,7 +23,6 @@ from .weak_cache import WeakTensorCache
 HIDDEN = -1e4
 #: Reason of a call whose mask nobody can read; what it hides may change between runs of the graph.
 CAPTURED = "a mask in a CUDA graph that is captured, where nobody can read what it hides"
-_KEPT = 64  # masks whose padding is remembered
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,7 +116,7 @@ def torch_mask_padding(mask: Tensor) -> KeyPadding:
 
 
 #: Padding of each mask, or the reason why it is more than padding.
-_paddings: WeakTensorCache[KeyPadding | str] = WeakTensorCache(_KEPT)
+_paddings: WeakTensorCache[KeyPadding | str] = WeakTensorCache()
 
 
 def _read(mask: Tensor) -> KeyPadding | str:
@@ -131,7 +130,7 @@ def _read(mask: Tensor) -> KeyPadding | str:
     first = torch.arange(one.shape[1], device=mask.device) < lengths.unsqueeze(1)
     empty = lengths == 0
     facts = torch.stack([
-        _same(rows),
+        (rows == one[:, None, None]).all(),
         known.all(),
         (empty & finite_hidden.any(1)).any(),
         real.all(),
@@ -190,8 +189,3 @@ def as_rows(mask: Tensor) -> Tensor:
         if mask.stride(axis) == 0:
             mask = mask.narrow(axis, 0, 1)
     return mask
-
-
-def _same(rows: Tensor) -> Tensor:
-    """Whether all heads and queries have the same row."""
-    return (rows == rows[:, :1, :1]).all()

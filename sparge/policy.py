@@ -151,11 +151,10 @@ class SparsePolicy:
             ValueError: a per-head tensor does not have one value per query head.
         """
         own = "topk" if self.select_by == "topk" else "cdfthreshd"
-        tensors = {name: x for name, x in self.per_head.items() if name in (own, *_GATES)}
-        for name, value in tensors.items():
-            check_per_head(name, value, heads)
-        if not tensors:
+        tensors = self.per_head
+        if not any(name in tensors for name in (own, *_GATES)):
             return None
+        check_per_head(own, self.selection, heads)
         others = {name: getattr(self, name) for name in _GATES}
         return threshold_table(heads, device, selection=self.selection, **others)
 

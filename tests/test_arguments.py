@@ -19,13 +19,13 @@ from sparge import (
     SparsePolicy,
     TokenGrid,
     Unsupported,
-    cube_order,
+    grid_order,
 )
 from sparge.stages import on_reference
 
 attention: Any = sparge.attention
 SPARSE = SparsePolicy(topk=0.4)
-SQUARE = cube_order(TokenGrid(1, 16, 16))
+SQUARE = grid_order(TokenGrid(1, 16, 16))
 HALF = HeadSettings.uniform(2, 0.5)
 SCALED = replace(HALF, output_scale=torch.ones(2))
 SIXTEEN_BIT = SparsePolicy(precision=Precision.SIXTEEN_BIT)
@@ -62,10 +62,10 @@ ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"policy": SparsePolicy(topk=torch.ones(5))}, r"topk has shape \(5,\).* 2 query heads"),
     ({"out_layout": 1}, "out_layout is 1; it takes 'HND'"),
     ({"return_lse": "no"}, "return_lse is 'no'; it takes True or False"),
-    ({"order": TokenGrid(2, 8, 10)}, "order is a .*TokenGrid; give what cube_order or grid_order"),
+    ({"order": TokenGrid(2, 8, 10)}, "order is a .*TokenGrid; give what grid_order makes"),
     ({"order": SQUARE, "is_causal": True}, "do not go together"),
     ({"order": SQUARE, "block_mask": torch.ones(1, 2, 2, 4)}, "give one or the other"),
-    ({"order": cube_order(TokenGrid(1, 8, 8))}, "the token order is one of 64 tokens"),
+    ({"order": grid_order(TokenGrid(1, 8, 8))}, "the token order is one of 64 tokens"),
     ({"head_settings": 0.3}, "head_settings is 0.3; give what HeadSettings"),
     ({"head_settings": SCALED, "is_causal": True}, "later keys.*leave it out"),
     ({"head_settings": SCALED, "policy": SIXTEEN_BIT}, "16-bit operands.*leave it out"),
@@ -134,7 +134,6 @@ def tokens(*counts: int) -> tuple[torch.Tensor, ...]:
         (policy_of, {"simthreshd1": math.nan}, "simthreshd1 is nan; it takes a number"),
         *((changed, {x: 0.5}, f"{x} is 0.5; give a torch tensor") for x in TENSORS),
         (changed, {"output_scale": torch.ones(3)}, "output_scale has shape"),
-        (changed, {"floor": 2**31}, "floor is 2147483648; it takes a whole number"),
         (changed, {"pools": "no"}, "pools is 'no'; it takes True or False"),
         (uniform, {"heads": 2.0}, "heads is 2.0; it takes a whole number from 1"),
         (uniform, {"density": "half"}, "density is 'half'; give a number"),
@@ -156,8 +155,7 @@ def test_numpys_numbers_are_numbers(make_qkv) -> None:
     given = {"scale": np.float32(0.125), "is_causal": np.True_}
     expected = attention(q, k, v, same, scale=0.125, is_causal=True)
     assert torch.equal(attention(q, k, v, policy, **given), expected)
-    head_settings = replace(uniform(np.int64(2), np.float32(0.5)), floor=np.int32(3))
-    assert (head_settings.heads, head_settings.floor) == (2, 3)
+    assert uniform(np.int64(2), np.float32(0.5)).heads == 2
 
 
 @pytest.mark.parametrize("name", ["exact_prefix", "exact_suffix"])

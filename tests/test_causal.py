@@ -147,7 +147,7 @@ def test_what_bottom_right_does_not_serve(make_qkv) -> None:
     scaled = replace(HeadSettings.uniform(2, 0.5), output_scale=torch.ones(2))
     cases: list[tuple[dict[str, Any], str]] = [
         ({"key_lengths": torch.tensor([500], dtype=torch.int32)}, "last valid one"),
-        ({"order": sparge.cube_order(sparge.TokenGrid(1, 8, 8))}, "token order and is_"),
+        ({"order": sparge.grid_order(sparge.TokenGrid(1, 8, 8))}, "token order and is_"),
         ({"head_settings": scaled}, "have an output_scale"),
     ]
     for named, words in cases:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -118,38 +117,3 @@ class TestFiles:
         load(model, upstreams_file(heads=3))
         with pytest.raises(ValueError, match="each of the 2 query heads"):
             model.attention(0)(*make_qkv(1, 2, 256, 64))
-
-    @pytest.mark.parametrize(
-        ("name", "wrong", "given"),
-        [
-            ("pvthreshd", part([1, -3]), "-3"),
-            ("pvthreshd", part([1, math.inf]), "inf"),
-            ("cdfthreshd", part([1, 0]), "0"),
-            ("cdfthreshd", part([1, 1.5]), "1.5"),
-            ("simthreshd1", part([1, -math.inf]), "-inf"),
-            ("simthreshd1", part([1, 1.5]), "1.5"),
-            *((name, part([1, math.nan]), "nan") for name in SAVED),
-            ("is_sparse", part([1, 0.5]), "0.5"),
-            ("cdfthreshd", torch.tensor([0.9 + 5j, 0.9]), "of torch.complex64"),
-            ("cdfthreshd", torch.tensor([True, True]), "of torch.bool"),
-            ("cdfthreshd", torch.tensor([1, 1]), "of torch.int64"),
-            ("cdfthreshd", [0.9, 0.9], "a list"),
-        ],
-    )
-    def test_values_that_are_no_thresholds_are_refused(self, name, wrong: Any, given) -> None:
-        saved = upstreams_file(2) | {NAME.format(1) + name: wrong}
-        with pytest.raises(ValueError, match=rf"blocks\.1\..*{name} is {given}; it takes"):
-            load(Layers(), saved)
-
-    def test_the_ends_of_what_upstream_tunes_are_accepted(self) -> None:
-        """A head that became dense, and one of the sparsest."""
-        ends = {
-            "is_sparse": torch.tensor([False, True]),
-            "cdfthreshd": part([1, 0.0005]),
-            "simthreshd1": part([1, -1]),
-            "pvthreshd": part([50, 0.05]),
-        }
-        load(
-            model := Layers(), upstreams_file(1) | {NAME.format(0) + n: x for n, x in ends.items()}
-        )
-        assert model.attention(0).is_sparse.tolist() == [False, True]

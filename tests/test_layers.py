@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-#: typing_extensions: for type checkers alone, and torch brings it.
 HOSTS = {"transformers"}
-LIBRARY_NEEDS = {"torch", "numpy", "safetensors", "ninja", "typing_extensions"}
+LIBRARY_NEEDS = {"torch", "numpy", "safetensors", "ninja"}
 COMFYUI = {"comfy", "comfy_api", "comfy_execution", "folder_paths", "server", "nodes"}
 COMFYUI_BRINGS = {"PIL"}
 STAGES = ("quantize", "route", "attend", "score")

@@ -72,9 +72,9 @@ TWINS: list[dict[str, Any]] = [
     }.items()),
     {"policy": replace(SPARSE, precision=Precision.INT8_FP16)},
     *({"head_settings": replace(SETTINGS, **change)} for change in (
-        {"floor": 3}, {"pools": False}, {"order_kind": None}, {"output_scale": None},
+        {"pools": False}, {"order_kind": None}, {"output_scale": None},
     )),
-    {"order": sparge.cube_order(GRID)}, {"block_mask": MASK.to(torch.uint8)},
+    {"order": ORDER.of_kind(0)}, {"block_mask": MASK.to(torch.uint8)},
     {"block_mask": MASK.transpose(0, 1).contiguous().transpose(0, 1)},
 ]  # fmt: skip
 

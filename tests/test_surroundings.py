@@ -142,28 +142,18 @@ class TestDerivatives:
                     with pytest.raises(sparge.Unsupported, match=FORWARD):
                         call(forward_ad.make_dual(x, torch.ones_like(x)))
 
-    @pytest.mark.parametrize("name", ["topk", "cdfthreshd", "simthreshd1", "pvthreshd"])
-    def test_by_thresholds(self, make_qkv, name: str) -> None:
-        q, k, v = make_qkv(1, 2, 130, 64)
-        learned = torch.tensor([0.5, 0.5], requires_grad=True)
-        policy = replace(SPARSE, **{name: learned})
-        with pytest.raises(sparge.Unsupported, match=REVERSE):
-            attention(q, k, v, policy)
-        with torch.no_grad():
-            attention(q, k, v, policy)
-        with forward_ad.dual_level():
-            dual = forward_ad.make_dual(learned.detach(), torch.ones(2))
-            with pytest.raises(sparge.Unsupported, match=FORWARD):
-                attention(q, k, v, replace(SPARSE, **{name: dual}))
-
-    def test_by_head_settings_and_masks(self, make_qkv) -> None:
+    def test_by_thresholds_head_settings_and_masks(self, make_qkv) -> None:
         learned = torch.tensor([0.5, 0.5], requires_grad=True)
         cases: list[dict[str, Any]] = [{"block_mask": torch.ones(1, 2, 2, 4, requires_grad=True)}]
+        for name in ("topk", "cdfthreshd", "simthreshd1", "pvthreshd"):
+            cases.append({"policy": replace(SPARSE, **{name: learned})})
         for name in ("density", "pool_weight", "output_scale"):
             settings = replace(HeadSettings.uniform(2, 0.3), **{name: learned})
             cases.append({"head_settings": settings})
         for named in cases:
             with pytest.raises(sparge.Unsupported, match=REVERSE):
+                attention(*make_qkv(), **named)
+            with torch.no_grad():
                 attention(*make_qkv(), **named)
 
 

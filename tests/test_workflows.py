@@ -13,7 +13,6 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import fields
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlparse
@@ -255,12 +254,3 @@ def test_every_file_of_a_blueprint_can_be_had_and_chosen(
     (node,) = blueprint["nodes"]
     shown = [x for x in node["widgets_values"] if isinstance(x, str) and MODEL_FILE.search(x)]
     assert set(shown) == linked
-
-
-def test_the_archive_holds_graphs_and_blueprints() -> None:
-    lines = (ROOT / ".comfyignore").read_text(encoding="utf-8").splitlines()
-    left_out = [line.strip("/") for line in lines if line and not line.startswith("#")]
-    for folder in ("workflows", "subgraphs"):
-        for path in (ROOT / folder).iterdir():
-            name = path.relative_to(ROOT).as_posix()
-            assert not any(fnmatch(name, pattern) or folder == pattern for pattern in left_out)

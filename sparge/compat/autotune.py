@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..checks.argument import shown
 from ..errors import Unsupported
 from .core import Result, refuse_mask, spas_sage2_attn_meansim_cuda
 
@@ -20,16 +19,8 @@ __all__ = [
     "load_sparse_attention_state_dict",
 ]
 
-#: What the tensors (H,) that are saved of each module may hold; upstream tunes no other values.
-#: simthreshd2 has no effect.
-ACCEPTED: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
-    "is_sparse": ("True or False", lambda x: (x == 0) | (x == 1)),
-    "cdfthreshd": ("a floating point number above 0, up to 1", lambda x: (x > 0) & (x <= 1)),
-    "simthreshd1": ("a floating point number from -1 to 1", lambda x: x.abs() <= 1),
-    "simthreshd2": ("a finite floating point number", torch.isfinite),
-    "pvthreshd": ("a finite floating point number from 0 up", lambda x: (x >= 0) & x.isfinite()),
-}
-SAVED = tuple(ACCEPTED)
+#: Tensors (H,) that are saved of each module. simthreshd2 has no effect.
+SAVED = ("is_sparse", "cdfthreshd", "simthreshd1", "simthreshd2", "pvthreshd")
 #: Parts of a parameter's name that wrappers put there: torch.compile, DataParallel.
 WRAPPERS = ("_orig_mod", "module")
 
@@ -105,8 +96,7 @@ def load_sparse_attention_state_dict(
     `multigpu` stay where they are until a call needs them elsewhere.
 
     Raises:
-        ValueError: nothing of it belongs to this model, or a module's part is incomplete or holds
-            what no threshold may be.
+        ValueError: nothing of it belongs to this model, or a module's part is incomplete.
     """
     by_name = {_plain(name): value for name, value in saved_state_dict.items()}
     first, loaded = next(model.parameters(), None), 0
@@ -115,8 +105,6 @@ def load_sparse_attention_state_dict(
         values = {part: by_name[key] for part, key in keys.items() if key in by_name}
         if not values:
             continue
-        for part, value in values.items():
-            _check(keys[part], part, value)
         if len(values) < len(SAVED) or len({value.shape for value in values.values()}) > 1:
             raise ValueError(
                 f"The saved thresholds of {name!r} must be {', '.join(SAVED)}, each with one value "
@@ -130,21 +118,6 @@ def load_sparse_attention_state_dict(
     if not loaded:
         raise ValueError("None of the saved tensors belongs to a SparseAttentionMeansim here.")
     return model
-
-
-def _check(name: str, part: str, value: object) -> None:
-    """Raises ValueError unless every head's value is one of `ACCEPTED`."""
-    words, is_accepted = ACCEPTED[part]
-    given = shown(value)
-    if isinstance(value, Tensor):
-        given = f"of {value.dtype}"
-        if value.is_floating_point() or (part == "is_sparse" and value.dtype == torch.bool):
-            numbers = value.float()
-            wrong = numbers[~is_accepted(numbers)]
-            if not wrong.numel():
-                return
-            given = f"{wrong[0].item():g}"
-    raise ValueError(f"The saved {name} is {given}; it takes {words} for each head.")
 
 
 def _tuned_attention(model: nn.Module) -> list[tuple[str, SparseAttentionMeansim]]:

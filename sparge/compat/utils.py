@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from ..blocks import KEY_BLOCK, QUERY_BLOCK, block_count
+from ..blocks import KEY_BLOCK, QUERY_BLOCK
 from ..checks.validate import as_heads_first, check_pair
 from ..errors import Unsupported
 from ..policy import PerHead, SparsePolicy
@@ -19,9 +18,6 @@ from ..stages.as_written import as_written
 from .core import meansim_policy
 
 __all__ = ["get_block_map_meansim", "get_block_map_meansim_fuse_quant"]
-
-#: Sizes of upstream's blocks: queries and keys, on most GPUs and on sm_90.
-SIZES = ((QUERY_BLOCK, KEY_BLOCK), (KEY_BLOCK, QUERY_BLOCK))
 
 
 @torch.no_grad()
@@ -38,18 +34,16 @@ def get_block_map_meansim(
     return_lut: bool = False,
     attention_sink: bool = False,
 ) -> Tensor:
-    """Bool map (B, H, ceil(Nq / BLKQ), ceil(Nk / BLKK)) of the blocks that the thresholds keep.
+    """Bool map (B, H, ceil(Nq / 128), ceil(Nk / 64)) of the blocks that the thresholds keep.
 
     q (B, H, Nq, D) and k (B, Hkv, Nk, D). k is pooled as it comes: subtract its mean before, as
-    attention does. The reference chooses, on the tensors' device, a head at a time. It chooses
-    blocks of 128 x 64; a map of 64 x 128 has every block that holds a part of one.
+    attention does. The reference chooses, on the tensors' device, a head at a time.
     """
-    if (BLKQ, BLKK) not in SIZES or return_lut or not is_sparse:
+    if (BLKQ, BLKK) != (QUERY_BLOCK, KEY_BLOCK) or return_lut or not is_sparse:
         raise Unsupported(
             f"BLKQ is {BLKQ}, BLKK {BLKK}, return_lut {return_lut} and is_sparse {is_sparse}; maps "
-            f"of {QUERY_BLOCK} x {KEY_BLOCK} and {KEY_BLOCK} x {QUERY_BLOCK} tokens a block are "
-            "served, without lookup tables, and with is_sparse=True: give the map to "
-            "block_sparse_sage2_attn_cuda."
+            f"of {QUERY_BLOCK} x {KEY_BLOCK} tokens a block are served on every GPU, without "
+            "lookup tables, and with is_sparse=True: give the map to block_sparse_sage2_attn_cuda."
         )
     q, k = as_heads_first("q", q, "HND"), as_heads_first("k", k, "HND")
     check_pair(q, k)
@@ -63,11 +57,7 @@ def get_block_map_meansim(
     )
     policy.head_thresholds(q.shape[1], q.device)  # refuses tensors of other numbers of heads
     with as_written(q.device):
-        kept = torch.cat([_kept(q, k, head, policy, is_causal) for head in range(k.shape[1])], 1)
-    if BLKQ == QUERY_BLOCK:
-        return kept
-    pairs = pad(kept, (0, kept.shape[-1] % 2)).unflatten(-1, (-1, 2)).any(-1)
-    return pairs.repeat_interleave(2, -2)[..., : block_count(q.shape[2], BLKQ), :]
+        return torch.cat([_kept(q, k, head, policy, is_causal) for head in range(k.shape[1])], 1)
 
 
 def get_block_map_meansim_fuse_quant(

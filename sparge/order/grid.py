@@ -88,7 +88,6 @@ class OrderFacts(NamedTuple):
     slots: int
     tokens: int
     least_keys: int | None
-    """Fewest keys that lengths may leave; None where they may cut none off."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,7 +113,9 @@ class TokenOrder:
     """(key_blocks,) bool: key blocks that are never dropped."""
     queries_exact: Tensor
     """(query_blocks,) bool: query blocks that hold a query which drops nothing."""
-    segments: tuple[Segment, ...]
+    least_keys: int | None = None
+    """Fewest keys that lengths may leave; None where they may cut none off."""
+    segments: tuple[Segment, ...] = ()
     """Empty in an order that was taken from another sequence: there they are not in one piece."""
     facts: str = field(default="", init=False, repr=False)
     """`OrderFacts` as text."""
@@ -124,10 +125,7 @@ class TokenOrder:
     """Devices whose copies are never forgotten, because recorded calls read them in place."""
 
     def __post_init__(self) -> None:
-        least_keys = self.tokens if self.segments else None
-        if len(self.segments) > 1 and self.segments[-1].queries_exact:
-            least_keys = self.segments[-1].first_token
-        facts = (self.order_kinds, self.slots, self.tokens, least_keys)
+        facts = (self.order_kinds, self.slots, self.tokens, self.least_keys)
         object.__setattr__(self, "facts", repr(facts))
 
     @property
@@ -165,14 +163,8 @@ class TokenOrder:
             return self
         copy = self._copies.get(device)
         if copy is None:
-            copy = self._copies[device] = TokenOrder(
-                self.slot_tokens.to(device),
-                self.token_slots.to(device),
-                self.block_counts.to(device),
-                self.keys_exact.to(device),
-                self.queries_exact.to(device),
-                self.segments,
-            )
+            tensors = {name: x.to(device) for name, x in vars(self).items() if torch.is_tensor(x)}
+            copy = self._copies[device] = replace(self, **tensors)
         if being_recorded(device):
             self._recorded.add(device)
         return copy
@@ -220,6 +212,7 @@ class TokenOrder:
             self,
             slot_tokens=torch.where(self.slot_tokens == EMPTY, EMPTY, moved),
             token_slots=self.token_slots[:, taken].contiguous(),
+            least_keys=None,
             segments=(),
         )
 
@@ -238,24 +231,18 @@ class TokenOrder:
         return valid.unflatten(-1, (-1, KEY_BLOCK)).sum(-1, dtype=torch.int32)
 
 
-def cube_order(grid: TokenGrid, variant: int = 0) -> TokenOrder:
-    """Packed cube order of `grid`, on the CPU: ceil(n / 64) key blocks a segment.
+def grid_order(grid: TokenGrid, variant: int = 0) -> TokenOrder:
+    """All token orders of `grid`, cubes first, on the CPU: ceil(n / 64) key blocks a segment.
 
     variant: its number, below `VARIANTS`. Sampling steps that take other variants make errors that
     do not add up.
     """
-    return _order_of_kinds(grid, (OrderKind.CUBES,), variant)
+    return _order_of_kinds(grid, tuple(OrderKind), variant)
 
 
 def unmeasured_order(grid: TokenGrid, variant: int) -> TokenOrder:
     """Order that sampling steps of that variant take where no head is measured, on the CPU."""
     return _order_of_kinds(grid, (unmeasured_kind(variant),), variant)
-
-
-def grid_order(grid: TokenGrid, variant: int = 0) -> TokenOrder:
-    """All token orders of `grid`, cubes first, on the CPU; segments and variants as in
-    `cube_order`."""
-    return _order_of_kinds(grid, tuple(OrderKind), variant)
 
 
 #: Grids whose orders are kept: a run has one a conditioning, a context window or two.
@@ -303,8 +290,6 @@ def _token_slot(
 @lru_cache(maxsize=32)
 def raster_order(tokens: int) -> TokenOrder:
     """Order in which tokens stay as they come: slot = token."""
-    if tokens < 1:
-        raise ValueError(f"tokens is {tokens}; a sequence has at least one.")
     slots = np.arange(tokens, dtype=np.int32)[None]
     return _order(slots, (Segment(0, 0, tokens, False, False),))
 
@@ -331,12 +316,14 @@ def _order(token_slots: NDArray[np.int32], segments: tuple[Segment, ...]) -> Tok
         if segment.queries_exact:
             rows = slice(segment.first_block // blocks_a_row, block_count(end, blocks_a_row))
             queries_exact[rows] = True
+    ends_in_text = len(segments) > 1 and segments[-1].queries_exact
     return TokenOrder(
         _real_tensor(slot_tokens),
         _real_tensor(token_slots),
         _real_tensor(counts),
         _real_tensor(keys_exact),
         _real_tensor(queries_exact),
+        segments[-1].first_token if ends_in_text else tokens,
         segments,
     )
 
@@ -360,13 +347,11 @@ def dealt_places(parts: Sequence[int], ranks: int) -> Tensor:
     return torch.cat([share for of_rank in zip(*shares, strict=True) for share in of_rank])
 
 
+@lru_cache(maxsize=_KEPT_GRIDS * VARIANTS)  # the very object each time, which has copies on devices
 def order_as_dealt(order: TokenOrder, grid: TokenGrid, ranks: int) -> TokenOrder:
     """Order of a grid as ranks see its tokens; of one rank, the order itself. Diffusers deals the
     text before the grid, the grid with its tail, and the text after it, each by itself."""
-    return order if ranks == 1 else _as_dealt(order, grid, ranks)
-
-
-@lru_cache(maxsize=_KEPT_GRIDS * VARIANTS)  # the very object each time, which has copies on devices
-def _as_dealt(order: TokenOrder, grid: TokenGrid, ranks: int) -> TokenOrder:
+    if ranks == 1:
+        return order
     parts = grid.prefix, grid.tokens - grid.prefix - grid.suffix, grid.suffix
     return order.taken_from(dealt_places(parts, ranks))

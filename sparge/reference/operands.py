@@ -230,11 +230,8 @@ def _in_order(rows: Tensor, order_places: Tensor, order_kind: Tensor | None) -> 
 
 
 def _check(order: TokenOrder, key_lengths: Tensor | None) -> None:
-    if key_lengths is None:
-        return
-    last = order.segments[-1]
-    least = last.first_token if last.queries_exact and len(order.segments) > 1 else order.tokens
-    if int(key_lengths.min()) < least:
+    least = order.least_keys
+    if key_lengths is not None and least is not None and int(key_lengths.min()) < least:
         raise ValueError(
             f"key_lengths go down to {int(key_lengths.min())}; they may cut the tokens after the "
             f"grid only, so give at least {least}."

@@ -81,7 +81,7 @@ def route(
     if head_settings is None:
         counts, pools = kept_ranks(scores, policy, policy.selection), nothing
     else:
-        counts = kept_ranks(scores, policy, head_settings.density, head_settings.floor)
+        counts = kept_ranks(scores, policy, head_settings.density)
         pools = (head_settings.pool_weight > 0)[:, None, None].to(valid.device)
         pools = pools & head_settings.pools
     if policy.select_by == "topk" and not upstream:
@@ -113,19 +113,19 @@ def rank_blocks(scores: Tensor) -> Tensor:
     return torch.empty_like(order).scatter_(-1, order, places)
 
 
-def kept_ranks(scores: Tensor, policy: SparsePolicy, share: PerHead, floor: int = 1) -> Tensor:
-    """Number of ranked blocks to keep, at least `floor`, broadcastable to the scores (B, H, nq,
-    nk): a share of all blocks, or of the mass of the ranked ones."""
+def kept_ranks(scores: Tensor, policy: SparsePolicy, share: PerHead) -> Tensor:
+    """Number of ranked blocks to keep, at least one, broadcastable to the scores (B, H, nq, nk): a
+    share of all blocks, or of the mass of the ranked ones."""
     key_blocks = scores.shape[-1]
     shares = per_head(share, scores.shape[1], scores.device)[:, None, None]
     if policy.select_by == "topk":
         if isinstance(share, Tensor):
-            return (shares * key_blocks).long().clamp(min=floor)
-        return torch.full_like(shares, max(floor, int(share * key_blocks)), dtype=torch.int64)
+            return (shares * key_blocks).long().clamp(min=1)
+        return torch.full_like(shares, max(1, int(share * key_blocks)), dtype=torch.int64)
     mass = scores.softmax(-1).nan_to_num(0.0)  # a row that ranks nothing has no softmax
     within = mass.sort(dim=-1, descending=True, stable=True).values.cumsum(-1) <= shares
     everything = shares >= 1  # float32 sums may end a little above 1
-    return (within | everything).sum(-1, keepdim=True).clamp(min=floor)
+    return (within | everything).sum(-1, keepdim=True).clamp(min=1)
 
 
 def _pairs(x: Operands, is_causal: bool) -> Tensor:

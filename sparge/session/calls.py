@@ -203,7 +203,6 @@ class DenseOnce:
 MASK = "attention mask"
 #: Reason of a dense masked call whose batch entries have different numbers of real tokens.
 UNEVEN = "attention mask (the prompts of a batch are padded differently)"
-_KEPT = 8  # masks of a pass that are remembered
 CROSS_ATTENTION = "cross-attention"
 FRAME_BY_FRAME = "the model attends frame by frame, which only mode manual serves"
 #: Remark on sparse calls of a known model whose tokens are not those of its clip.
@@ -382,7 +381,7 @@ class ReadMasks:
         """known: whole sequence, of which padding is never on the grid; None where that is not
         known."""
         self._known = known
-        self._rows: WeakTensorCache[_Row | str] = WeakTensorCache(_KEPT)
+        self._rows: WeakTensorCache[_Row | str] = WeakTensorCache()
         self._found: list[tuple[_Row, RealTokens | str | None]] = []
 
     def real_tokens(self, mask: Tensor) -> RealTokens | str | None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import reference
 from ..head_settings import HeadSettings
-from ..order.grid import OrderFacts, Segment, TokenOrder
+from ..order.grid import OrderFacts, TokenOrder
 from ..policy import Precision, SparsePolicy
 from ..stats import Counter
 from ..thresholds import COLUMNS
@@ -71,7 +71,6 @@ def _settings(
         columns["selection"],
         columns["log2_pool_weight"].exp2(),
         columns["router"].int(),
-        facts.floor,
         facts.pools,
         order_kind,
         columns["output_scale"] if facts.has_output_scale else None,
@@ -81,15 +80,11 @@ def _settings(
 def _order(
     facts: OrderFacts | None, tensors: CallTensors, token_slots: Tensor | None
 ) -> TokenOrder | None:
-    """Token order whose segments say no more than which keys lengths may cut off."""
+    """Token order without its segments."""
     if facts is None:
         return None
-    segments = [Segment(0, 0, facts.tokens, False, False)]
-    if facts.least_keys is not None and facts.least_keys < facts.tokens:
-        cut = facts.tokens - facts.least_keys
-        segments.append(Segment(0, facts.least_keys, cut, True, True))
     slots, counts = tensors.slot_token, tensors.slot_counts
     keys_exact, queries_exact = tensors.keys_exact, tensors.queries_exact
     assert slots is not None and token_slots is not None and counts is not None
     assert keys_exact is not None and queries_exact is not None
-    return TokenOrder(slots, token_slots, counts, keys_exact, queries_exact, tuple(segments))
+    return TokenOrder(slots, token_slots, counts, keys_exact, queries_exact, facts.least_keys)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sparge import HeadSettings, Precision, SparsePolicy, TokenGrid, TokenOrder
-from sparge.order.grid import cube_order, grid_order, raster_order, unmeasured_order
+from sparge.order.grid import grid_order, raster_order, unmeasured_order
 from tests.fuzz.data import KINDS, MEMORY, Sizes, draw_values, lay_out, poison_beyond
 
 WAYS = (*("attention",) * 4, "mask", *("ordered",) * 2)
@@ -221,7 +221,8 @@ class _Draw:
             return raster_order(grid.tokens)
         if kind == "unmeasured":
             return unmeasured_order(grid, variant)
-        return cube_order(grid, variant) if kind == "cubes" else grid_order(grid, variant)
+        order = grid_order(grid, variant)
+        return order.of_kind(0) if kind == "cubes" else order
 
     def head_settings(self, order_kinds: int, scaled: bool) -> HeadSettings:
         def drawn(*choices: float, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -233,7 +234,6 @@ class _Draw:
             density=drawn(0.0, 0.15, 0.3, 0.3, 0.5, 0.5, 0.7, 1.0),
             pool_weight=drawn(0.0, 0.5, 1.0, 1.3) if pools else zeros,
             router=drawn(0, 1, dtype=torch.int32) if pools else zeros.int(),
-            floor=self.choice((1, 1, 1, 2, 4)),
             pools=pools,
             order_kind=drawn(*range(order_kinds + 1), dtype=torch.int32)
             if order_kinds > 1 and self.chance() < 0.8

@@ -82,14 +82,14 @@ class Routing:
         """(B, H, nq): ranked blocks to be kept, at least and at most."""
         policy, head_settings = self.policy, self.head_settings
         by_count = policy.select_by == "topk"
-        floor, given = 1, policy.topk if by_count else policy.cdfthreshd
+        given = policy.topk if by_count else policy.cdfthreshd
         if head_settings is not None:
-            floor, given = head_settings.floor, head_settings.density
+            given = head_settings.density
         share = self._per_head(given)
         if by_count:
             counts = []
             for near in (1 - 1e-6, 1 + 1e-6):
-                count = (share * ranked.shape[-1] * near).floor().clamp(min=floor)
+                count = (share * ranked.shape[-1] * near).floor().clamp(min=1)
                 count = count.expand(forced.shape).long()
                 if self._in_whole_steps:  # of two blocks
                     count = count + (count + forced) % 2
@@ -100,8 +100,8 @@ class Routing:
         doubt = (high - low).masked_fill(~ranked, 0).amax(-1, keepdim=True) * 2 + 1e-5
         limit = share.unsqueeze(-1)
         everything = limit >= 1 - 1e-7
-        most = ((mass <= limit + doubt) | (limit >= 1 - doubt)).sum(-1).clamp(min=floor)
-        least = ((mass <= limit - doubt) | everything).sum(-1).clamp(min=floor)
+        most = ((mass <= limit + doubt) | (limit >= 1 - doubt)).sum(-1).clamp(min=1)
+        least = ((mass <= limit - doubt) | everything).sum(-1).clamp(min=1)
         return least, most
 
     @property

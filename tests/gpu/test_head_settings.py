@@ -18,7 +18,6 @@ from sparge import (
     TokenGrid,
     TokenOrder,
     attention,
-    cube_order,
     grid_order,
 )
 from sparge.blocks import KEY_BLOCK, unpack
@@ -100,9 +99,7 @@ def settings_of(heads: int, *, scaled: bool = False) -> HeadSettings:
 
     output_scale = spread(CONTRASTS) if scaled else None
     routers = spread(ROUTERS).int()
-    return HeadSettings(
-        spread(DENSITIES), spread(GAINS), routers, floor=2, output_scale=output_scale
-    )
+    return HeadSettings(spread(DENSITIES), spread(GAINS), routers, output_scale=output_scale)
 
 
 def with_orders(head_settings: HeadSettings) -> HeadSettings:
@@ -148,7 +145,7 @@ def drawn(job: Job, element: Element, generator: torch.Generator) -> Drawn:
         *make_qkv(case, generator),
         with_element(job.policy, element),
         settings_of(case.heads, scaled=element.quantized and not case.causal),
-        None if job.grid is None else cube_order(job.grid).on("cuda"),
+        None if job.grid is None else grid_order(job.grid).on("cuda"),
         lengths_of(case),
         case.causal,
     )

@@ -78,14 +78,6 @@ def test_half_of_the_steps_are_dense_where_that_is_asked(made: Any) -> None:
     assert "is not known here: its tokens stay in the order they come" in handle.line
 
 
-def test_timesteps_that_are_not_the_schedulers_leave_it_dense(monkeypatch) -> None:
-    pipe, given = qwen_image()
-    monkeypatch.setattr("sparge.integrations.diffusers.steps._FORMS", (lambda values: -values,))
-    handle = run(pipe, given, start_percent=0.0)
-    assert handle.result is not None and handle.result.counts.sparse == 0
-    assert "the model is given no timestep of the scheduler" in handle.line
-
-
 def test_inputs_without_the_usual_names_are_said_once() -> None:
     class Renamed(torch.nn.Module):
         def forward(self, picture: torch.Tensor) -> torch.Tensor:
@@ -176,17 +168,6 @@ def wan_vace() -> tuple[nn.Module, dict[str, Any]]:
     }
 
 
-def aura_flow() -> tuple[nn.Module, dict[str, Any]]:
-    """The first of its lists has no usual name."""
-    model = diffusers.AuraFlowTransformer2DModel(
-        sample_size=24, patch_size=2, in_channels=4, num_mmdit_layers=2, num_single_dit_layers=2,
-        attention_head_dim=64, num_attention_heads=2, joint_attention_dim=WIDTH,
-        caption_projection_dim=128, out_channels=4, pos_embed_max_size=144,
-    )  # fmt: skip
-    text = drawn(1, TEXT, WIDTH, seed=3)
-    return model, {"hidden_states": drawn(1, 4, 24, 24, seed=1), "encoder_hidden_states": text}
-
-
 class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return functional.scaled_dot_product_attention(x, x, x)
@@ -215,9 +196,7 @@ def loop(model: nn.Module, given: dict[str, Any], pipe: Any) -> None:
         model(timestep=t[None].bfloat16() / 1000, **given)
 
 
-@pytest.mark.parametrize(
-    ("made", "beside"), [(wan_vace, 0), (aura_flow, 0), (own, 1)], ids=["VACE", "AuraFlow", "own"]
-)
+@pytest.mark.parametrize(("made", "beside"), [(wan_vace, 0), (own, 1)], ids=["VACE", "own"])
 def test_sparse_and_dense_calls_are_those_that_came(
     made: Callable[[], tuple[nn.Module, dict[str, Any]]], beside: int
 ) -> None:

@@ -172,14 +172,6 @@ def test_autocast_decides_the_dtype(make_qkv) -> None:
     assert "q is torch.float64" in next(iter(stats.reasons))
 
 
-def test_tensors_without_data_stay_torchs() -> None:
-    q = torch.empty(1, 2, TOKENS, 64, device="meta")
-    with sparge.sdpa(WHOLE, 128) as stats:
-        out = functional.scaled_dot_product_attention(q, q, q)
-    assert out.is_meta and out.shape == q.shape
-    assert stats.sparse_calls == 0 and "'meta' is not supported" in next(iter(stats.reasons))
-
-
 def test_density_is_that_of_all_calls_and_waits_for_nobody(make_qkv) -> None:
     q, k, v = make_qkv(1, 2, 1024)
     with sparge.sdpa(sparge.SparsePolicy(topk=0.25), 128) as stats:
@@ -368,7 +360,5 @@ def test_bad_options(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         sparge.sdpa(**options)
     call: Any = partial(sparge.sdpa_call, *[torch.zeros(1, 1, 1, 64)] * 3)
-    with pytest.raises(ValueError, match=words):
-        call(**options)
     with pytest.raises(ValueError, match="stats is"):
         call(stats=sparge.AttentionStats("cpu"))

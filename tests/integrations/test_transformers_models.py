@@ -6,10 +6,12 @@ its own attention alone."""
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import pickle
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +41,9 @@ def ids(generator: torch.Generator) -> Tensor:
     return torch.randint(3, 97, (1, 160), generator=generator)
 
 
-def llama(attention: str = "eager") -> Any:
+def llama() -> Any:
     config = transformers.LlamaConfig(**SIZE, intermediate_size=64, num_hidden_layers=1)
-    return transformers.LlamaForCausalLM._from_config(config, attn_implementation=attention).eval()
+    return transformers.LlamaForCausalLM._from_config(config, attn_implementation="sdpa").eval()
 
 
 @pytest.mark.parametrize("options", [{}, {"logits_to_keep": 3}], ids=["whole", "last three"])
@@ -64,27 +66,6 @@ def test_short_prompts_of_layers_that_share_keys_are_the_models_own(
     assert sum(sparse.stats.reasons.values()) == 4 and not sparse.stats.sparse_calls
 
 
-def test_attention_weights_are_given_where_the_model_gave_them(ids: Tensor) -> None:
-    model = llama()
-    with enable(model, min_tokens=LEAST) as sparse:
-        (weights,) = model(ids, output_attentions=True).attentions
-        assert weights.shape == (1, 4, 160, 160)
-        assert dict(sparse.stats.reasons) == {
-            "attention weights are asked for (output_attentions)": 1
-        }
-        model(ids)
-    assert sparse.stats.sparse_calls == 1
-
-
-def test_a_layer_of_a_class_of_ones_own_finds_its_eager_attention(ids: Tensor) -> None:
-    model = llama()
-    own = model(ids[:, :SHORT]).logits
-    attention = model.model.layers[0].self_attn
-    attention.__class__ = type("Own", (type(attention),), {})
-    with enable(model, min_tokens=LEAST):
-        assert torch.equal(model(ids[:, :SHORT]).logits, own)
-
-
 def test_parts_without_an_attention_are_left_without() -> None:
     config = transformers.MoshiConfig(
         **SIZE, num_hidden_layers=1, head_dim=16, ffn_dim=128
@@ -96,20 +77,8 @@ def test_parts_without_an_attention_are_left_without() -> None:
     assert [part and part._attn_implementation for part in parts] == before
 
 
-def test_a_model_that_is_refused_stays_as_it_was(ids: Tensor) -> None:
-    """Its text would take ours; its eyes have an attention that is in no registry."""
-    text = SIZE | {"model_type": "qwen2", "intermediate_size": 64, "num_hidden_layers": 1}
-    eyes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 64}
-    config = transformers.GotOcr2Config(vision_config=eyes, text_config=text, image_token_index=98)
-    model = transformers.GotOcr2ForConditionalGeneration(config).eval()
-    own = model(ids.clamp(max=97)).logits
-    with pytest.raises(sparge.Unsupported, match="does not take its attention from"):
-        enable(model)
-    assert torch.equal(model(ids.clamp(max=97)).logits, own)
-
-
 def test_a_part_and_the_whole_replace_each_other(ids: Tensor) -> None:
-    model = llama("sdpa")
+    model = llama()
     own = model(ids).logits
     for first, second in ((model.model, model), (model, model.model)):
         replaced = enable(first, min_tokens=LEAST)
@@ -120,7 +89,7 @@ def test_a_part_and_the_whole_replace_each_other(ids: Tensor) -> None:
 
 
 def test_a_model_that_chooses_keys_itself_is_refused() -> None:
-    model = llama("sdpa")
+    model = llama()
     model.model.layers[0].self_attn.indexer = torch.nn.Identity()
     with pytest.raises(sparge.Unsupported, match="chooses keys by an indexer of its own"):
         enable(model)
@@ -128,23 +97,34 @@ def test_a_model_that_chooses_keys_itself_is_refused() -> None:
 
 
 @pytest.mark.parametrize("make_copy", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_copies_of_a_sparse_model_keep_working(
-    make_model, ids: Tensor, attention: str, make_copy: Any
+def test_a_copy_of_a_sparse_model_has_the_attention_that_it_had_before(
+    make_model, ids: Tensor, make_copy: Any
 ) -> None:
-    model = make_model(attention=attention)
+    model = make_model()
     own = model(ids, use_cache=False).logits
     with enable(model, WHOLE, LEAST) as sparse:
         copied = make_copy(model)
-    assert torch.equal(copied(ids, use_cache=False).logits, own)
-    assert sparse.stats.sparse_calls + sparse.stats.exact_calls == 0
-    with enable(copied, WHOLE, LEAST) as sparse:
-        assert not torch.equal(copied(ids, use_cache=False).logits, own)
-    assert sparse.stats.sparse_calls == LAYERS
-    assert copied.config._attn_implementation == attention
+        assert torch.equal(copied(ids, use_cache=False).logits, own)
+        assert sparse.stats.sparse_calls + sparse.stats.exact_calls == 0
+        with enable(copied, WHOLE, LEAST) as of_copy:
+            model(ids, use_cache=False)
+            assert not torch.equal(copied(ids, use_cache=False).logits, own)
+        assert sparse.stats.sparse_calls == of_copy.stats.sparse_calls == LAYERS
+    assert copied.config._attn_implementation == model.config._attn_implementation == "sdpa"
 
 
-#: Loads a pickled model where another one is sparse, with its own rules, or none.
+def test_a_model_that_is_dropped_is_freed(make_model, ids: Tensor) -> None:
+    model = make_model()
+    enable(model, WHOLE, LEAST)
+    model(ids, use_cache=False)
+    held = weakref.ref(model.config)
+    del model
+    gc.collect()
+    assert held() is None
+
+
+#: Loads a pickled model where another one is sparse, with its own rules, or where nothing of ours
+#: is imported.
 CHILD = """
 import pickle, sys, torch, transformers
 transformers.logging.set_verbosity_error()
@@ -153,28 +133,25 @@ if with_another:
     import sparge
     from tests.tiny_models.texts import make_text_model
     from sparge.integrations.transformers import enable
-    policy, llamas = sparge.SparsePolicy(topk=0.0), (make_text_model("Llama", n) for n in (1, 2))
-    others = [enable(llama, policy, 100) for llama in llamas]
+    other = enable(make_text_model("Llama", 1), sparge.SparsePolicy(topk=0.0), 100)
 with open(file, "rb") as stream:
     model = pickle.load(stream)
 with torch.inference_mode():
-    torch.save([model(ids, use_cache=False).logits, model.model(ids)[0]], sys.argv[4])
+    try:
+        torch.save(model(ids, use_cache=False).logits, sys.argv[4])
+    except KeyError as error:
+        assert not with_another and "sparge_enabled" in str(error), error
 if with_another:
-    assert all(other.stats.sparse_calls + other.stats.exact_calls == 0 for other in others)
-    whole = sparge.SparsePolicy(topk=1.0, attention_sink=True)
-    with torch.inference_mode(), enable(model, whole, 100) as sparse:
-        model(ids)
-    assert sparse.stats.sparse_calls == 2, sparse.report()
+    assert other.stats.sparse_calls + other.stats.exact_calls == 0
 """
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("with_another", [False, True])
-def test_another_process_loads_a_sparse_model_as_it_was_before(
-    make_model, ids: Tensor, with_another: bool, attention: str, tmp_path: Path
+def test_another_process_loads_a_sparse_model_as_it_was_before_or_says_what_it_lacks(
+    make_model, ids: Tensor, with_another: bool, tmp_path: Path
 ) -> None:
-    model = make_model(attention=attention)
-    own = [model(ids, use_cache=False).logits, model.model(ids)[0]]
+    model = make_model()
+    own = model(ids, use_cache=False).logits
     files = [str(tmp_path / name) for name in ("model", "ids", "out")]
     torch.save(ids, files[1])
     with enable(model, WHOLE, LEAST):
@@ -182,34 +159,25 @@ def test_another_process_loads_a_sparse_model_as_it_was_before(
     root = Path(__file__).parents[2]
     command = [sys.executable, "-c", CHILD, str(with_another), *files]
     subprocess.run(command, cwd=root, env=os.environ | {"PYTHONPATH": str(root)}, check=True)
-    assert all(map(torch.equal, torch.load(files[2]), own))
+    assert Path(files[2]).exists() == with_another
+    assert not with_another or torch.equal(torch.load(files[2]), own)
 
 
-@pytest.mark.parametrize(
-    ("attention", "make_copy"),
-    [("sdpa", lambda x: x), ("sdpa", copy.deepcopy), ("eager", lambda x: x)],
-)
-def test_continuous_batching_is_as_without_us_and_says_so(
-    make_model, ids: Tensor, attention: str, make_copy: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = make_model(attention=attention, dtype=torch.float32)
+def test_continuous_batching_is_refused_until_it_is_disabled(make_model, ids: Tensor) -> None:
+    model = make_model(dtype=torch.float32)
     greedy: dict[str, Any] = {"max_new_tokens": 2, "do_sample": False, "eos_token_id": -1}
     config = transformers.GenerationConfig(pad_token_id=0, **greedy)
     small = transformers.ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
-    prompts = [ids[:1, :50], ids[:, 50:90]]
-    own = [model.generate(prompt, pad_token_id=0, **greedy)[0, -2:].tolist() for prompt in prompts]
+    prompts = [ids[0, :50].tolist(), ids[0, 50:90].tolist()]
     with torch.inference_mode(False):
-        sparse = enable(model, WHOLE, LEAST)
-        batched = make_copy(model)
-        found = batched.generate_batch(
-            [prompt[0].tolist() for prompt in prompts], config, small, progress_bar=False
-        )
+        with (
+            enable(model, WHOLE, LEAST),
+            pytest.raises(ValueError, match="sparge_enabled is not supported for cont"),
+        ):
+            model.generate_batch(prompts, config, small, progress_bar=False)
+        found = model.generate_batch(prompts, config, small, progress_bar=False)
+    own = [
+        model.generate(torch.tensor([prompt]), pad_token_id=0, **greedy)[0, -2:].tolist()
+        for prompt in prompts
+    ]
     assert [found[key].generated_tokens for key in sorted(found)] == own
-    assert batched.config._attn_implementation == attention
-    if batched is model:
-        assert "not sparse any more" in caplog.text and "not sparse any more" in sparse.report()
-        sparse = enable(model, WHOLE, LEAST)
-    model(ids, use_cache=False)
-    assert sparse.stats.sparse_calls == LAYERS
-    sparse.disable()
-    assert "init_continuous_batching" not in vars(model) | vars(batched)

@@ -50,22 +50,6 @@ def test_calls_stay_exact_are_counted_and_the_log_says_it_once(
     assert str(ERRORS[reason]) in caplog.text
 
 
-@pytest.mark.parametrize("padded", [False, True])
-def test_a_model_of_transformers_stays_exact(
-    make_model, padded: bool, reason: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    from sparge.integrations.transformers import enable
-
-    model, ids = make_model(), torch.randint(3, 97, (2, TOKENS))
-    mask = torch.ones_like(ids)
-    mask[1, :100] = 0 if padded else 1
-    with torch.no_grad(), caplog.at_level(logging.ERROR, "sparge"):
-        own = model(ids, attention_mask=mask).logits
-        with enable(model, POLICY, 100) as sparse:
-            assert torch.equal(model(ids, attention_mask=mask).logits, own)
-    assert sparse.stats.reasons == {reason: 2} and len(caplog.records) == 1
-
-
 def test_a_pipeline_of_diffusers_stays_exact(reason: str, caplog) -> None:
     pytest.importorskip("diffusers")
     from sparge.integrations.diffusers import enable

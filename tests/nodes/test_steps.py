@@ -76,9 +76,9 @@ def test_manual_mode_takes_rows_between_cubes(load_pack, steps_of):
     order = load_pack("sparge.order.grid")
     grid = order.TokenGrid(*GRID)
     third, first, second, *_ = orders_of(steps_of(SIX_SPARSE)[0])  # two were dense
-    assert third is order.cube_order(grid, 2)
-    assert first is order.cube_order(grid)
-    assert second is order.unmeasured_order(grid, 1) is not order.cube_order(grid, 1)
+    assert third is order.unmeasured_order(grid, 2)
+    assert first is order.unmeasured_order(grid, 0)
+    assert second is order.unmeasured_order(grid, 1)
 
 
 @pytest.mark.parametrize(

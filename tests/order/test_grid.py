@@ -15,7 +15,6 @@ from sparge.order import grid as grid_module
 from sparge.order.grid import (
     TokenGrid,
     TokenOrder,
-    cube_order,
     grid_order,
     raster_order,
     unmeasured_order,
@@ -49,7 +48,7 @@ def check(order: TokenOrder, tokens: int) -> None:
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_segments_are_packed_one_after_another_and_orders_share_them(grid: TokenGrid) -> None:
-    order = cubes = cube_order(grid)
+    order = first = grid_order(grid)
     check(order, grid.tokens)
     frame = grid.height * grid.width
     lead, rest = grid.lead_frames * frame, (grid.frames - grid.lead_frames) * frame
@@ -77,15 +76,14 @@ def test_segments_are_packed_one_after_another_and_orders_share_them(grid: Token
     assert torch.equal(order.queries_exact, of_queries)
     for variant in range(VARIANTS):
         order = grid_order(grid, variant)
-        assert order.order_kinds == len(OrderKind) and order.segments == cubes.segments
+        assert order.order_kinds == len(OrderKind) and order.segments == first.segments
         for index in range(len(OrderKind)):
             of_kind = order.of_kind(index)
             check(of_kind, grid.tokens)
             assert of_kind.order_kinds == 1
             assert of_kind.slot_tokens.data_ptr() == order.slot_tokens[index].data_ptr(), "a view"
-            assert torch.equal(of_kind.block_counts, cubes.block_counts)
-            assert torch.equal(of_kind.token_slots[0][text], cubes.token_slots[0][text])
-        assert torch.equal(cube_order(grid, variant).slot_token, order.slot_token)
+            assert torch.equal(of_kind.block_counts, first.block_counts)
+            assert torch.equal(of_kind.token_slots[0][text], first.token_slots[0][text])
         of_kind = order.of_kind(unmeasured_kind(variant))
         assert torch.equal(unmeasured_order(grid, variant).slot_token, of_kind.slot_token)
 
@@ -106,7 +104,7 @@ def test_text_and_a_tail_keep_their_order_and_the_grid_gets_that_of_the_order(va
 
 def test_key_lengths_cut_the_suffix() -> None:
     grid = TokenGrid(3, 5, 6, prefix=2, suffix=130)
-    order = cube_order(grid)
+    order = grid_order(grid)
     lengths = torch.tensor([222, 92, 157], dtype=torch.int32)
     counts = order.key_counts(lengths, 3)
     assert counts.dtype == torch.int32
@@ -125,8 +123,8 @@ def test_raster_order_is_none(tokens: int) -> None:
 
 def test_orders_are_made_once_and_copied_once() -> None:
     grid = TokenGrid(4, 5, 6, prefix=7)
-    order = cube_order(grid)
-    assert cube_order(replace(grid)) is order
+    order = grid_order(grid)
+    assert grid_order(replace(grid)) is order
     assert order.on("cpu") is order
     copy = order.on("meta")
     assert copy is order.on(torch.device("meta"))
@@ -137,7 +135,7 @@ def test_orders_are_made_once_and_copied_once() -> None:
 
 
 def test_copies_are_forgotten_but_those_that_graphs_were_captured_with(monkeypatch) -> None:
-    order = cube_order(TokenGrid(3, 5, 6, prefix=11))
+    order = grid_order(TokenGrid(3, 5, 6, prefix=11))
     first = order.on("meta")
     order.forget_copies()
     second = order.on("meta")
@@ -160,7 +158,6 @@ def test_orders_are_the_same_whatever_is_the_default(context) -> None:
     grid = TokenGrid(3, 7, 9, prefix=5, suffix=70, lead_frames=1)
     makers = (
         lambda: grid_order(grid, 1),
-        lambda: cube_order(grid, 2),
         lambda: unmeasured_order(grid, 1),
         lambda: raster_order(331),
     )
@@ -188,7 +185,7 @@ def test_sizes_may_be_numpys() -> None:
     assert grid == TokenGrid(3, 5, 6, 1) and hash(grid) == hash(TokenGrid(3, 5, 6, 1))
     assert {type(getattr(grid, part.name)) for part in fields(grid)} == {int}
     assert type(grid.tokens) is int
-    assert cube_order(grid) is cube_order(TokenGrid(3, 5, 6, 1))
+    assert grid_order(grid) is grid_order(TokenGrid(3, 5, 6, 1))
 
 
 @pytest.mark.parametrize(
@@ -204,5 +201,3 @@ def test_sizes_may_be_numpys() -> None:
 def test_impossible_grids_are_refused(sizes: dict, complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         replace(TokenGrid(4, 5, 6), **sizes)
-    with pytest.raises(ValueError, match="at least one"):
-        raster_order(0)

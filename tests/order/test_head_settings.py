@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -14,13 +13,9 @@ from sparge.head_settings import HeadSettings, Router
 from sparge.thresholds import COLUMNS, SELECTION
 
 
-def test_uniform_is_one_value_for_all() -> None:
-    settings = HeadSettings.uniform(3, 0.25, pool_weight=0.5, router=Router.ERROR)
-    found = settings.density, settings.pool_weight, settings.router
-    assert [x.tolist() for x in found] == [[0.25] * 3, [0.5] * 3, [1] * 3]
+def test_ranking_by_error_reads_pooled_keys() -> None:
     assert not HeadSettings.uniform(2, 0.1).pools
-    error: Any = 1
-    assert HeadSettings.uniform(2, 0.5, 0.0, error).pools, "ranking by error reads pooled keys"
+    assert HeadSettings.uniform(2, 0.5, 0.0, Router.ERROR).pools
 
 
 @pytest.mark.parametrize(
@@ -30,7 +25,6 @@ def test_uniform_is_one_value_for_all() -> None:
         ({"router": torch.zeros(3)}, "router has .* torch.float32; give one torch.int32"),
         ({"density": torch.zeros(3).double()}, "density has .* give one torch.float32"),
         ({"density": torch.zeros(3, 1)}, r"density has shape \(3, 1\)"),
-        ({"floor": 0}, "floor is 0; it takes a whole number from 1"),
         (
             {"order_kind": torch.zeros(3, device="meta").int()},
             "order_kind is on meta and density on cpu: put all values",

@@ -48,10 +48,3 @@ def test_tokens_elsewhere_share_their_blocks_and_give_the_same(make_qkv, topk: f
 def test_places_that_are_not_each_token_once_are_refused(places: list[int]) -> None:
     with pytest.raises(ValueError, match="give the numbers from 0 to 345, each once"):
         grid_order(GRID).taken_from(torch.tensor(places))
-
-
-def test_lengths_of_keys_would_cut_other_tokens(make_qkv) -> None:
-    order = grid_order(GRID).taken_from(dealt_places((26, 320), 2))
-    lengths = torch.tensor([340], dtype=torch.int32)
-    with pytest.raises(sparge.Unsupported, match="what they cut off stands in several places"):
-        sparge.attention(*make_qkv(1, 2, GRID.tokens), order=order, key_lengths=lengths)

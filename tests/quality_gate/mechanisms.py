@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sparge.head_settings import Router
-from sparge.order.grid import TokenGrid, TokenOrder, cube_order
+from sparge.order.grid import TokenGrid, TokenOrder
 from sparge.order.grid import _order_of_kinds as order_of_kinds
 from sparge.order.variants import OrderKind
 from sparge.session import choose, heads, measure, measure_kernels
@@ -36,8 +36,11 @@ def _pooled_are_dear() -> AbstractContextManager[Any]:
     return patch.object(measure.Candidates, "costs", dear)
 
 
-def _rows_alone(grid: TokenGrid, variant: int = 0) -> TokenOrder:
-    return order_of_kinds(grid, (OrderKind.ROWS,), variant)
+def _one_alone(kind: OrderKind) -> AbstractContextManager[Any]:
+    def order(grid: TokenGrid, variant: int = 0) -> TokenOrder:
+        return order_of_kinds(grid, (kind,), variant)
+
+    return patch.object(heads, "grid_order", order)
 
 
 @contextmanager
@@ -61,8 +64,8 @@ MECHANISMS: dict[str, Off] = {
     "head weights": lambda: patch.object(choose, "_head_weight", _alike),
     "pooled keys": _pooled_are_dear,
     "order variants": lambda: patch.object(heads, "VARIANTS", 1),
-    "cubes": lambda: patch.object(heads, "grid_order", _rows_alone),
-    "rows": lambda: patch.object(heads, "grid_order", cube_order),
+    "cubes": lambda: _one_alone(OrderKind.ROWS),
+    "rows": lambda: _one_alone(OrderKind.CUBES),
     "measuring again": lambda: patch.object(heads, "AGAIN", 0),
     "error routing": _ranked_by_mass,
 }

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sparge.head_settings import HeadSettings, Router
-from sparge.order.grid import TokenGrid, TokenOrder, cube_order, grid_order, raster_order
+from sparge.order.grid import TokenGrid, TokenOrder, grid_order, raster_order
 from sparge.policy import SparsePolicy
 from sparge.reference import Operands, route
 from sparge.session.choose import LEAST_WEIGHT, ROUNDING, ChosenSettings, Curves
@@ -28,8 +28,8 @@ def known_shares(order: TokenOrder) -> list[float]:
 
 
 ORDERS = {
-    "text": cube_order(TokenGrid(5, 9, 13, prefix=70, suffix=33)),
-    "lead": cube_order(TokenGrid(7, 6, 13, lead_frames=1)),
+    "text": grid_order(TokenGrid(5, 9, 13, prefix=70, suffix=33)).of_kind(0),
+    "lead": grid_order(TokenGrid(7, 6, 13, lead_frames=1)).of_kind(0),
     "raster": raster_order(1000),
     "a block more than whole steps": raster_order(5 * 64),
     "one block": raster_order(50),

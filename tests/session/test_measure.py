@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparge.head_settings import HeadSettings, Router
-from sparge.order.grid import EMPTY, TokenGrid, TokenOrder, cube_order, grid_order, raster_order
+from sparge.order.grid import EMPTY, TokenGrid, TokenOrder, grid_order, raster_order
 from sparge.policy import SparsePolicy
 from sparge.reference import Operands, route
 from sparge.session import measure as module
@@ -33,7 +33,13 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 #: Orders, heads and KV heads, batch entries, and query blocks, of which some lack queries.
 CASES: dict[str, tuple[TokenOrder, int, int, int, tuple[int, ...]]] = {
     "text, two orders": (grid_order(TokenGrid(4, 8, 12, prefix=20)), 2, 2, 1, (1, 2, 3)),
-    "text last, GQA, a batch": (cube_order(TokenGrid(4, 9, 10, suffix=70)), 4, 2, 2, (2, 0)),
+    "text last, GQA, a batch": (
+        grid_order(TokenGrid(4, 9, 10, suffix=70)).of_kind(0),
+        4,
+        2,
+        2,
+        (2, 0),
+    ),
     "no grid": (raster_order(450), 2, 1, 1, (3, 1)),
 }
 

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ...order.grid import TokenGrid
 from ...session import TextPosition, TokenLayout
-from ...weak_cache import WeakTensorCache
 
 #: Attributes that hold the blocks: one list, or one of double-stream and one of single-stream ones.
 BLOCK_LISTS = ("transformer_blocks", "single_transformer_blocks", "blocks")
@@ -139,28 +139,16 @@ def _ltx(config: Any, given: Mapping[str, Any]) -> Size | None:
 
 def _flux(config: Any, given: Mapping[str, Any]) -> Size | None:
     """Picture in tokens; `img_ids` (tokens, 3) names image, row and column of each. An image to
-    edit has another number and stands behind the picture."""
+    edit has another number and stands behind the picture. Waits for the device of the ids."""
     ids, tokens = given.get("img_ids"), given["hidden_states"].shape[1]
     if not isinstance(ids, Tensor):
         return None
-    found = _pictures.get(ids)
-    if found is None:
-        found = _pictures.add(ids, _picture(ids if ids.ndim == 2 else ids[0]))
-    return (1, *found) if 0 < math.prod(found) <= tokens else None
-
-
-#: Rows and columns of the picture of each `img_ids`; (0, 0) where they are no whole picture.
-_pictures: WeakTensorCache[tuple[int, int]] = WeakTensorCache(16)
-
-
-def _picture(ids: Tensor) -> tuple[int, int]:
-    """Waits for the device of the ids."""
-    number, row, column = ids.long().cpu().T
+    number, row, column = (ids if ids.ndim == 2 else ids[0]).long().cpu().T
     own = number == number[0]
     height, width = int(row[own].max()) + 1, int(column[own].max()) + 1
-    raster = row * width + column
-    whole = raster[own].tolist() == list(range(height * width))
-    return (height, width) if whole and bool(own[: height * width].all()) else (0, 0)
+    picture = torch.arange(height * width)
+    whole = torch.equal((row * width + column)[own], picture) and own[: len(picture)].all()
+    return (1, height, width) if whole and len(picture) <= tokens else None
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention and mask function of one model, as transformers' registries take them."""
+"""Attention and mask function of sparse models, as transformers' registries take them."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from functools import cache
+import sys
 from typing import Any
 
 import torch
@@ -14,173 +12,147 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from ...attention import attention
-from ...errors import Unsupported
 from ...sdpa import Substitute
 from ...stats import count_exact
 from ...torch_attention import TorchCall, as_autocast, why_exact
 from .causal_mask import CausalMask, Prefill, prefill
 
-#: Attention (B, N, H, D) and weights, which only "eager" gives.
-Attended = tuple[Tensor, Tensor | None]
-#: Implementations that can stand behind ours: what a model had, if it is one of them.
-EXACT = ("sdpa", "eager")
-
-#: End of the names of functions that compute attention in a model's own file.
-_EAGER = "eager_attention_forward"
-#: Keywords by which layers ask for more than attention, and what that is.
-_EXTRAS = {
-    "softcap": "capped logits (softcap)",
-    "s_aux": "learned sinks",
-    "sinks": "learned sinks",
-    "position_bias": "a position bias",
-}
+#: Names of our implementation, and of that which computes what stays exact.
+NAME, EXACT = "sparge_enabled", "sdpa"
+#: Rules of sparse models, by the identity of each configuration that names their attention. A copy
+#: of one is another object, so it has none, and its calls are exact.
+rules: dict[int, Substitute] = {}
+#: Rules by which no call is sparse, and none is counted.
+OFF = Substitute.checked(None, sys.maxsize, None)
 
 
-class Functions:
-    """Both functions of the parts of a model that had the same implementation."""
+def mask(**given: Any) -> Tensor | None:
+    """Mask of all layers of a pass, from what transformers gives the functions that make one: a
+    `CausalMask` where they may be sparse, else what the model's own implementation takes."""
+    own = AttentionMaskInterface._global_mapping[EXACT]
+    queries, keys, before = given["q_length"], given["kv_length"], given.get("q_offset", 0)
+    padding, function = given.get("attention_mask"), given["mask_function"]
+    config = given.get("config")
+    # Gemma 4 slices the queries of layers that share keys, and needs a mask that shows which.
+    is_sliced = bool(getattr(config, "num_kv_shared_layers", 0)) and queries > 1
+    may_skip = given.get("allow_is_causal_skip", True) and not is_sliced
 
-    def __init__(self, substitute: Substitute, own: str) -> None:
-        """own: name of that implementation, one of `EXACT`."""
-        self.substitute = substitute
-        self._own_name = own
+    def make(as_tensor: bool) -> Tensor | None:
+        # A static cache adds to its own offset before a layer reads the mask.
+        changed = {"q_offset": before, "allow_is_causal_skip": may_skip and not as_tensor}
+        return own(**given | changed)
 
-    def mask(self, **given: Any) -> Tensor | None:
-        """Mask of all layers of a pass, from what transformers gives the functions that make one: a
-        `CausalMask` where they may be sparse, else what the model's own implementation takes."""
-        own = AttentionMaskInterface._global_mapping[self._own_name]
-        queries, keys, before = given["q_length"], given["kv_length"], given.get("q_offset", 0)
-        padding, function = given.get("attention_mask"), given["mask_function"]
-        # Gemma 4 slices the queries of layers that share keys, and needs a mask that shows which.
-        is_sliced = bool(getattr(given.get("config"), "num_kv_shared_layers", 0)) and queries > 1
-        may_skip = given.get("allow_is_causal_skip", True) and not is_sliced
+    if function is bidirectional_mask_function:
+        made = make(False)
+        # Its queries share the memory of one.
+        return None if made is None else made[:, :, :1].clone().expand(made.shape)
+    is_plain = function is causal_mask_function and not given.get("kv_offset", 0)
+    if not is_plain or queries < rules_of(config).min_tokens:
+        return make(False)
+    if torch.compiler.is_compiling():  # nobody can read what a graph is given
+        is_square = padding is None and queries == keys
+        return None if is_square and isinstance(before, int) else make(False)
+    found = prefill(queries, before, padding, given["batch_size"])
+    if found is None or found.tokens > keys:
+        return make(False)
+    before = found.before
+    shape = (given["batch_size"], 1, queries, keys)
+    return CausalMask(found, make, shape, torch.bool, given["device"])
 
-        def make(as_tensor: bool) -> Tensor | None:
-            # A static cache adds to its own offset before a layer reads the mask.
-            changed = {"q_offset": before, "allow_is_causal_skip": may_skip and not as_tensor}
-            return own(**given | changed)
 
-        if function is bidirectional_mask_function:
-            mask = make(False)
-            # Its queries share the memory of one.
-            return None if mask is None else mask[:, :, :1].clone().expand(mask.shape)
-        is_plain = function is causal_mask_function and not given.get("kv_offset", 0)
-        if not is_plain or queries < self.substitute.min_tokens:
-            return make(False)
-        if torch.compiler.is_compiling():  # nobody can read what a graph is given
-            is_square = padding is None and queries == keys
-            return None if is_square and isinstance(before, int) else make(False)
-        found = prefill(queries, before, padding, given["batch_size"])
-        if found is None or found.tokens > keys:
-            return make(False)
-        before = found.before
-        shape = (given["batch_size"], 1, queries, keys)
-        dtype = torch.bool if self._own_name == "sdpa" else given["dtype"]
-        return CausalMask(found, make, shape, dtype, given["device"])
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attention of a layer: query (B, H, Nq, D), key and value (B, Hkv, Nk, D)."""
+    out, queries, substitute = None, query.shape[2], rules_of(getattr(module, "config", None))
+    long = queries >= max(2, substitute.min_tokens)
+    if why := _why_own(module, key, others):
+        count_exact(substitute.stats, why)
+    elif isinstance(attention_mask, CausalMask):
+        seen = attention_mask.prefill
+        out = _prefill(substitute, query, key, value, seen, dropout, scaling)
+    elif long and attention_mask is not None and _has_row_for_each_query(attention_mask):
+        count_exact(substitute.stats, "a mask that hides other keys from some queries")
+    else:
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        causal = causal and attention_mask is None and queries > 1
+        call = (query, key, value, attention_mask, dropout, causal, scaling, True)
+        out = substitute.sparse(TorchCall(*call))
+        out = None if out is None else out.transpose(1, 2)
+    if out is not None:
+        return out, None
+    if isinstance(attention_mask, CausalMask):
+        attention_mask = attention_mask.make(False)
+    own = AttentionInterface._global_mapping[EXACT]
+    options = {"scaling": scaling, "dropout": dropout, "is_causal": is_causal, **others}
+    return own(module, query, key, value, attention_mask, **options)
 
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        scaling: float | None = None,
-        dropout: float = 0.0,
-        is_causal: bool | None = None,
-        **others: Any,
-    ) -> Attended:
-        """Attention of a layer: query (B, H, Nq, D), key and value (B, Hkv, Nk, D)."""
-        out, queries = None, query.shape[2]
-        long = queries >= max(2, self.substitute.min_tokens)
-        if why := self._why_own(module, key, others):
-            count_exact(self.substitute.stats, why)
-        elif isinstance(attention_mask, CausalMask):
-            out = self._prefill(query, key, value, attention_mask.prefill, dropout, scaling)
-        elif long and attention_mask is not None and _has_row_for_each_query(attention_mask):
-            count_exact(self.substitute.stats, "a mask that hides other keys from some queries")
-        else:
-            causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-            causal = causal and attention_mask is None and queries > 1
-            call = (query, key, value, attention_mask, dropout, causal, scaling, True)
-            out = self.substitute.sparse(TorchCall(*call))
-            out = None if out is None else out.transpose(1, 2)
-        if out is not None:
-            return out, None
-        if isinstance(attention_mask, CausalMask):
-            attention_mask = attention_mask.make(False)
-        own = AttentionInterface._global_mapping.get(self._own_name) or _eager(type(module))
-        options = {"scaling": scaling, "dropout": dropout, "is_causal": is_causal, **others}
-        return own(module, query, key, value, attention_mask, **options)
 
-    def _why_own(self, module: nn.Module, key: Tensor, others: dict[str, Any]) -> str:
-        """Why a layer's call is for its own implementation, by its keywords; else empty."""
-        for name, what in _EXTRAS.items():
-            if others.get(name) is not None:
-                return what
-        window = others.get("sliding_window")
-        if window is not None and key.shape[2] > window:
-            return "a sliding window"
-        config = getattr(module, "config", None)
-        asked = others.get("output_attentions") or getattr(config, "output_attentions", False)
-        if asked and self._own_name == "eager":
-            return "attention weights are asked for (output_attentions)"
-        # Checkpointing may hide that gradients are wanted.
-        return "training: call eval() on a model that is not trained" if module.training else ""
+def _why_own(module: nn.Module, key: Tensor, others: dict[str, Any]) -> str:
+    """Why a layer's call is for its own implementation, by its keywords; else empty."""
+    if others.get("position_bias") is not None:
+        return "a position bias"
+    window = others.get("sliding_window")
+    if window is not None and key.shape[2] > window:
+        return "a sliding window"
+    # Checkpointing may hide that gradients are wanted.
+    return "training: call eval() on a model that is not trained" if module.training else ""
 
-    def _prefill(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        seen: Prefill,
-        dropout: float,
-        scaling: float | None,
-    ) -> Tensor | None:
-        """(B, Nq, H, D) of a plain causal call, zeros for padding; None where it stays exact."""
-        key, value = key[:, :, : seen.tokens], value[:, :, : seen.tokens]
-        policy, stats = self.substitute.policy, self.substitute.stats
-        call = TorchCall(query, key, value, None, dropout, is_causal=True, enable_gqa=True)
-        why = why_exact(call, self.substitute.min_tokens)
-        if why:
-            count_exact(stats, why)
-            return None
 
-        def attend() -> Tensor:
-            q, k, v = (as_autocast(x) for x in (query, key, value))
-            options: dict[str, Any] = {
-                "causal": "bottom-right",
-                "scale": scaling,
-                "out_layout": "NHD",
-                "stats": None if stats is None else stats.on(q.device),
-            }
-            if seen.real is None:
-                return attention(q, k, v, policy, **options)
-            out = q.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[-1])
-            for entry, (start, end) in enumerate(seen.real):
-                # Real queries of this pass; the last of them sees the last real key.
-                first, last = max(start - seen.before, 0), end - seen.before
-                if last > first:
-                    one, rows = slice(entry, entry + 1), slice(first, last)
-                    keys = one, slice(None), slice(start, end)
-                    out[one, rows] = attention(q[one, :, rows], k[keys], v[keys], policy, **options)
-            return out
+def rules_of(config: object) -> Substitute:
+    """Rules of the layers that have this very configuration."""
+    return rules.get(id(config), OFF)
 
-        return self.substitute.tried(query.device, attend)
+
+def _prefill(
+    substitute: Substitute,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    seen: Prefill,
+    dropout: float,
+    scaling: float | None,
+) -> Tensor | None:
+    """(B, Nq, H, D) of a plain causal call, zeros for padding; None where it stays exact."""
+    key, value = key[:, :, : seen.tokens], value[:, :, : seen.tokens]
+    policy, stats = substitute.policy, substitute.stats
+    call = TorchCall(query, key, value, None, dropout, is_causal=True, enable_gqa=True)
+    why = why_exact(call, substitute.min_tokens)
+    if why:
+        count_exact(stats, why)
+        return None
+
+    def attend() -> Tensor:
+        q, k, v = (as_autocast(x) for x in (query, key, value))
+        options: dict[str, Any] = {
+            "causal": "bottom-right",
+            "scale": scaling,
+            "out_layout": "NHD",
+            "stats": None if stats is None else stats.on(q.device),
+        }
+        if seen.real is None:
+            return attention(q, k, v, policy, **options)
+        out = q.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[-1])
+        for entry, (start, end) in enumerate(seen.real):
+            # Real queries of this pass; the last of them sees the last real key.
+            first, last = max(start - seen.before, 0), end - seen.before
+            if last > first:
+                one, rows = slice(entry, entry + 1), slice(first, last)
+                keys = one, slice(None), slice(start, end)
+                out[one, rows] = attention(q[one, :, rows], k[keys], v[keys], policy, **options)
+        return out
+
+    return substitute.tried(query.device, attend)
 
 
 def _has_row_for_each_query(mask: Tensor) -> bool:
     """Whether queries have rows of their own in memory: nobody compares them all."""
     return mask.shape[-2] > 1 and mask.stride(-2) != 0
-
-
-@cache
-def _eager(layer: type[nn.Module]) -> Callable[..., Attended]:
-    """Function "eager" of a class of layers: the one that its forward pass names."""
-    forward = inspect.unwrap(layer.forward)
-    for name in forward.__code__.co_names:
-        if name.endswith(_EAGER) and name in forward.__globals__:
-            return forward.__globals__[name]
-    raise Unsupported(
-        f"{layer.__name__} has no attention of its own that is known here; load the model with "
-        'attn_implementation="sdpa".'
-    )
