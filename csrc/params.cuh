@@ -159,7 +159,6 @@ struct RouteParams {
   float simthreshd1;
   float score_scale;
   Select select;
-  i32 floor;        // ranked key blocks that every query block keeps
   i32 upstream;     // upstream's semantics, for calls without token order and head settings. Else a block's mass counts its keys,
                     // and top-k keeps as many more blocks as make whole steps of attend
   i32 topk_blocks;  // the host's max(1, int(topk * key_blocks)), where double precision settles the product

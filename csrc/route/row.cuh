@@ -140,7 +140,7 @@ SPARGE_DEVICE Range make_keys(float* scores, const u8* standing, const Row& row,
 // Number of key blocks that top-k keeps.
 SPARGE_DEVICE i32 asked_blocks(const RouteParams& p, i32 head) {
   const float key_blocks = static_cast<float>(p.problem.key_blocks());
-  return larger(p.floor, p.thresholds ? static_cast<i32>(p.thresholds[head].selection * key_blocks) : p.topk_blocks);
+  return p.thresholds ? larger(1, static_cast<i32>(p.thresholds[head].selection * key_blocks)) : p.topk_blocks;
 }
 
 // Whether a mask decides, or as many blocks are asked for as there are.
@@ -159,8 +159,7 @@ SPARGE_DEVICE Cut choose(const RouteParams& p, const u32* keys, i32 key_blocks, 
   const Mass mass{unsortable(range.highest)};
   const u64 total = total_mass(keys, key_blocks, mass);
   const u64 target = static_cast<u64>(static_cast<double>(share) * static_cast<double>(total));
-  const Cut cut = cut_at(keys, key_blocks, range, total, target, mass, list);
-  return p.floor > 1 ? lower(cut, cut_at(keys, key_blocks, range, range.number, p.floor, Unit{}, list)) : cut;
+  return cut_at(keys, key_blocks, range, total, target, mass, list);
 }
 
 // scores: this row's, one a key block. `list` has room for 32.

@@ -31,12 +31,6 @@ struct Cut {
   u64 ties;
 };
 
-// The one that keeps more.
-SPARGE_DEVICE Cut lower(const Cut& a, const Cut& b) {
-  if (a.threshold != b.threshold) return a.threshold < b.threshold ? a : b;
-  return a.ties > b.ties ? a : b;
-}
-
 // Range and number of the ranked keys, and number of the forced ones.
 struct Range {
   u32 lowest, highest, number, forced;

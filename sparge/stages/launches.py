@@ -154,7 +154,6 @@ class Launches:
             simthreshd1=_number(policy.simthreshd1),
             score_scale=rules.scale,
             select=_SELECT[policy.select_by] if self.routes else _SELECT_MASK,
-            floor=1,
             upstream=rules.settings is None and not self.ordered,
             topk_blocks=max(1, int(_number(policy.topk) * shape.key_blocks)),
             exact_prefix=rules.exact_prefix,

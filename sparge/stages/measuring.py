@@ -197,7 +197,7 @@ def _rules(arch: str, scale: float, heads: int, pools: bool, order: OrderFacts |
     quantized = eight_bit_element(arch).quantized
     precision = Precision.INT8 if quantized else Precision.INT8_FP16
     policy = PolicyFacts("topk", 0.0, 1.0, 0.0, PV_FILTER_OFF, False, True, precision.value)
-    settings = SettingsFacts(heads, 1, pools, False, False)
+    settings = SettingsFacts(heads, pools, False, False)
     dtype = torch.bfloat16
     return CallRules(policy, settings, order, False, False, "HND", dtype, False, 0, 0, scale)
 

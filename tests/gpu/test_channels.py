@@ -26,10 +26,10 @@ def test_large_channels_add_little_error(times, head_dim, precision, generator) 
     channels = torch.randperm(head_dim, generator=generator)[:CHANNELS]
 
     def error() -> float:
-        operands = [x.bfloat16() for x in (q, k, v)]
-        exact = scaled_dot_product_attention(*(x.double() for x in operands))
+        rounded = q.bfloat16(), k.bfloat16(), v.bfloat16()
+        exact = scaled_dot_product_attention(*torch.stack(rounded).double())
         policy = SparsePolicy(topk=1.0, precision=precision)
-        return rel_l2(attention(*operands, policy, output_dtype=torch.float32).double(), exact)
+        return rel_l2(attention(*rounded, policy, output_dtype=torch.float32).double(), exact)
 
     without = error()
     k[..., channels] *= times
