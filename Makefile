@@ -22,7 +22,7 @@ SITE_PACKAGES   := import sysconfig; print(sysconfig.get_path("purelib"))
 help:
 	@echo "make demo     dense and sparse attention side by side: a table and a picture"
 	@echo "make test     every test this machine can run"
-	@echo "make lint     ruff and pyright"
+	@echo "make lint     ruff, pyright and clang-format"
 	@echo "make kernels  compile the kernels ahead of time (ARCH=sm_90a for one; default all)"
 	@echo "make bench    time the kernels on this GPU"
 	@echo "make clean    remove what make created"
@@ -36,6 +36,7 @@ test: $(STAMP)
 lint: $(STAMP)
 	$(PY) -m ruff check .
 	$(PY) -m pyright --pythonpath $(PY)
+	find csrc -name '*.cu*' | xargs $(dir $(PY))clang-format --dry-run --Werror
 
 kernels: $(STAMP)
 	$(PY) -m sparge.kernels.build --arch $(ARCH)

@@ -37,7 +37,7 @@ constexpr int kStages = 10;      // copies in flight a thread: 40 KB a block, as
 constexpr int kBlocksPerSm = 3;  // all 384 blocks of the Mochi shape run at once on 132 SMs
 
 constexpr float kLeastValueScale = 0x1p-126f;  // its reciprocal, by which quantize multiplies, is finite
-constexpr float kSumUnit = 0x1p-24f;  // factor of each number, so that no sum of 16 million of them overflows
+constexpr float kSumUnit = 0x1p-24f;           // factor of each number, so that no sum of 16 million of them overflows
 
 struct Sums {
   float of_warps[3][kWarps][kReadChannels];  // sum, least, most

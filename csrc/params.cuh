@@ -106,19 +106,19 @@ struct QuantizeParams {
   const float* v_mean;
   const float* v_scale;
   const float* k_extent;
-  float* balance;       // (batch, kv_heads, head_dim), 8 bits: factor of each channel of Q, or 0 (common/balance.cuh)
-  u8* k_tiles;          // (batch, kv_heads, key_blocks) tiles of 64 keys x head_dim
-  u8* v_tiles;          // (batch, kv_heads, key_blocks) tiles of head_dim x 64 keys
-  float* k_scale;       // (batch, kv_heads, key_blocks)
-  float* v_block_scale; // likewise, factors on v_scale; only INT8 values have them
-  i32* key_counts;      // (batch, kv_heads, key_blocks): keys that the block really has
-  float* q_block_mean;  // (batch, heads, query_blocks, head_dim)
-  float* k_block_mean;  // (batch, kv_heads, key_blocks, head_dim)
-  float* q_similarity;  // (batch, heads, query_blocks)
-  float* k_similarity;  // (batch, kv_heads, key_blocks)
-  i32* next_item;       // set to zero where attend has persistent blocks
-  u32* reach;           // (batch, kv_heads), 8 bits: bits of the largest number of K's tiles; NaN where a key or value is not finite
-  u8* finite;           // (batch, kv_heads, 2, key_blocks), 16 bits, keys, then values: 0 where one is not finite, or a hole is
+  float* balance;        // (batch, kv_heads, head_dim), 8 bits: factor of each channel of Q, or 0 (common/balance.cuh)
+  u8* k_tiles;           // (batch, kv_heads, key_blocks) tiles of 64 keys x head_dim
+  u8* v_tiles;           // (batch, kv_heads, key_blocks) tiles of head_dim x 64 keys
+  float* k_scale;        // (batch, kv_heads, key_blocks)
+  float* v_block_scale;  // likewise, factors on v_scale; only INT8 values have them
+  i32* key_counts;       // (batch, kv_heads, key_blocks): keys that the block really has
+  float* q_block_mean;   // (batch, heads, query_blocks, head_dim)
+  float* k_block_mean;   // (batch, kv_heads, key_blocks, head_dim)
+  float* q_similarity;   // (batch, heads, query_blocks)
+  float* k_similarity;   // (batch, kv_heads, key_blocks)
+  i32* next_item;        // set to zero where attend has persistent blocks
+  u32* reach;  // (batch, kv_heads), 8 bits: bits of the largest number of K's tiles; NaN where a key or value is not finite
+  u8* finite;  // (batch, kv_heads, 2, key_blocks), 16 bits, keys, then values: 0 where one is not finite, or a hole is
   // What head settings need: all of these or none. Means and variances are around k_mean and v_mean, over true counts.
   u16* k_variance;           // (batch, kv_heads, key_blocks, head_dim) bf16, as route reads it for every 16 query blocks
   u16* v_block_mean;         // likewise
@@ -184,13 +184,13 @@ struct AttendParams {
   const float* v_mean;
   const float* v_scale;
   const float* balance;  // as in QuantizeParams
-  const float* reach;  // as in QuantizeParams
-  const u8* finite;    // likewise
-  const u8* pool_k;    // null: nothing is pooled
+  const float* reach;    // as in QuantizeParams
+  const u8* finite;      // likewise
+  const u8* pool_k;      // null: nothing is pooled
   const u8* pool_v;
   const PoolColumn* pool_columns;
   const float* pool_value_scale;
-  const u32* block_map;              // null, without thresholds alone: every block is kept
+  const u32* block_map;  // null, without thresholds alone: every block is kept
   const HeadThresholds* thresholds;
   float* lse;          // (batch, heads, queries) natural log, may be null
   float* partial_out;  // (batch, heads, queries, channels) unnormalised float32, may be null

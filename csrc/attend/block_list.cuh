@@ -27,8 +27,7 @@ SPARGE_DEVICE bool load_list(u32* list, Smem& smem, const AttendParams& p) {
   const Work& work = smem.work;
   const i32 words = problem.map_words(), tile_words = pool_words(problem), blocks = problem.key_blocks();
   const u32* map = work.map_row(p);
-  for (int word = threadIdx.x; word < words; word += kThreads)
-    list[word] = map_word(p, map, word) & open_blocks(0, word, blocks);
+  for (int word = threadIdx.x; word < words; word += kThreads) list[word] = map_word(p, map, word) & open_blocks(0, word, blocks);
   const i32 end = work.pools() ? work.poolable(p) : 0, lane = threadIdx.x % kWarpSize;
   for (int word = threadIdx.x / kWarpSize; word < tile_words; word += kWarps) {
     const i32 tile = word * kMapBits + lane;

@@ -13,10 +13,11 @@ SPARGE_DEVICE void store_facts(const AttendParams& p, const Work& work, const Sm
     for (int half = 0; half < 2; ++half) {
       const i32 row = first_row() + row_step(m, half), token = work.token(p.problem, row);
       if (token < 0) continue;
-      store_row_facts(p, work, token, softmax.max.at(m, half, threadIdx.x), softmax.sum.at(m, half, threadIdx.x), [&]() -> QueryFacts {
-        if constexpr (!is_quantized(kElement)) return {};
-        return {p.lse ? smem.q_dot_mean[row] : 0.0f, smem.q_scale[kRows + row]};
-      });
+      store_row_facts(p, work, token, softmax.max.at(m, half, threadIdx.x), softmax.sum.at(m, half, threadIdx.x),
+                      [&]() -> QueryFacts {
+                        if constexpr (!is_quantized(kElement)) return {};
+                        return {p.lse ? smem.q_dot_mean[row] : 0.0f, smem.q_scale[kRows + row]};
+                      });
     }
 }
 

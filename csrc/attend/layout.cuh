@@ -43,7 +43,7 @@ constexpr int kValueTileBytes = kHeadDim * kValueRowBytes;
 // Shared memory of an SM: 228 KB on 9.0 and 10.0, 164 KB on 8.0, 100 KB on 8.6, 8.9 and 12.0. A block may have 1 KB
 // less than that, and each resident block costs 1 KB. sm_80 code also runs on 8.6-class parts: 99 KB a block is its cap.
 constexpr int kSmBytes = (kArch == 90 || kArch == 100 ? 228 : kArch == 80 ? 164 : 100) * 1024;
-constexpr int kMapBytes = 512;       // room for the block map of a row: 4,096 key blocks at full occupancy
+constexpr int kMapBytes = 512;                             // room for the block map of a row: 4,096 key blocks at full occupancy
 constexpr int kRowBytes = kFewRows ? 3 * 1024 : 6 * 1024;  // of Smem besides the stages, at most
 constexpr int kBudget = kSmBytes / kBlocksPerSm - 1024 - kMapBytes - kRowBytes;
 constexpr int kColumnBytes = kKeyBlock * (sizeof(PoolColumn) + (kIntegerValues ? sizeof(float) : 0));
@@ -87,15 +87,15 @@ struct alignas(256) Smem {  // tiles start at multiples of their row size
   u8 q[kQueryTileBytes];
   u8 k[kStages][kKeyTileBytes];
   u8 v[kStages][kValueTileBytes];
-  RowsSmem row_max;                       // log2 units
-  RowsSmem row_sum;                       // the thread's own columns
-  float q_dot_mean[kRows];                // q . k_mean, for the log-sum-exp
+  RowsSmem row_max;         // log2 units
+  RowsSmem row_sum;         // the thread's own columns
+  float q_dot_mean[kRows];  // q . k_mean, for the log-sum-exp
   Stage stage[kStages];
   PoolColumn columns[kStages][kKeyBlock];
   float inverse_value_scale[kIntegerValues ? kStages : 1][kKeyBlock];  // of pooled keys
-  u32 skipped_pairs[kRowGroups];                // by the PV filter, of each row group
-  float inverse_output_scale;                       // see output_scale.cuh
-  ScaleBounds bounds;                           // see row_scale.cuh
+  u32 skipped_pairs[kRowGroups];                                       // by the PV filter, of each row group
+  float inverse_output_scale;                                          // see output_scale.cuh
+  ScaleBounds bounds;                                                  // see row_scale.cuh
   // Here, because the main loop has no register to spare for it. Aligned, so that the compiler's wide reads of it take in nothing
   // that a thread writes meanwhile.
   alignas(16) Work work;

@@ -24,8 +24,9 @@ struct Pipeline {
   const AttendParams& p;
   const u32* list;
   i32 slot = 0;
-  i32 ahead[kAhead];  // places of those blocks in the list, the next to compute first; kPooled more for pooled keys, negative: ended
-  u32 bits;           // of the list's word, behind the last of them
+  i32 ahead
+      [kAhead];  // places of those blocks in the list, the next to compute first; kPooled more for pooled keys, negative: ended
+  u32 bits;      // of the list's word, behind the last of them
   // Where they fit in registers, else read afresh (layout.cuh).
   u32 kept_bytes;
   i32 kept_tile;

@@ -187,8 +187,8 @@ SPARGE_DEVICE void sum_apart(const Probabilities& p, i32 n, u32 v, Multiply&& mu
 // E4M3 tensor cores keep about 14 bits while they add: each block is summed apart and promoted to float32.
 SPARGE_DEVICE void add_promoted(Accumulators& out, const Probabilities& p, i32 n, u32 v) {
   sum_apart<float>(
-      p, n, v, [](float(&d)[4], const u32(&a)[4], u32 b0, u32 b1) { ptx::mma_m16n8k32_e4m3(d, a, b0, b1); },
-      [&](const float(&fresh)[4], int m, int channel_tile) {
+      p, n, v, [](float (&d)[4], const u32(&a)[4], u32 b0, u32 b1) { ptx::mma_m16n8k32_e4m3(d, a, b0, b1); },
+      [&](const float (&fresh)[4], int m, int channel_tile) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) out[m][channel_tile][i] += fresh[i];
       });

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The -D inputs of a kernel as typed constants. The defaults let a bare compiler build an entry by hand.
+// The -D inputs of a kernel as typed constants. The defaults let a bare compiler build an entry by hand. C++17, which NVRTC is told.
 #pragma once
 
 #ifndef SPARGE_ARCH

@@ -68,7 +68,8 @@ SPARGE_DEVICE void transpose_quad(u32 (&word)[4], i32 quad_lane) {
     own[i] = upper ? word[i + 2] : word[i];
     other[i] = __shfl_xor_sync(kFullWarp, upper ? word[i] : word[i + 2], 2);
   }
-  const u32 from_own = __shfl_xor_sync(kFullWarp, odd ? own[0] : own[1], 1), from_other = __shfl_xor_sync(kFullWarp, odd ? other[0] : other[1], 1);
+  const u32 from_own = __shfl_xor_sync(kFullWarp, odd ? own[0] : own[1], 1),
+            from_other = __shfl_xor_sync(kFullWarp, odd ? other[0] : other[1], 1);
   const u32 even_lane = odd ? from_own : own[0], odd_lane = odd ? own[1] : from_own;
   const u32 even_other = odd ? from_other : other[0], odd_other = odd ? other[1] : from_other;
   word[0] = upper ? even_other : even_lane;

@@ -25,8 +25,9 @@ constexpr int kMapBits = 32;
 // its smallest normal is 2^-23 of the largest.
 constexpr float kValueLevels = 448.0f;
 constexpr float kInt8Levels = 127.0f;  // largest level of INT8 Q, K and V
-constexpr float kPoolValueStep = kValueLevels / kInt8Levels;  // of INT8 values of pooled keys whose scale is 1, in units of v_scale
-constexpr float kLeastPoolScale = 0x1p-20f;                   // of INT8 values of pooled keys
+constexpr float kPoolValueStep =
+    kValueLevels / kInt8Levels;              // of INT8 values of pooled keys whose scale is 1, in units of v_scale
+constexpr float kLeastPoolScale = 0x1p-20f;  // of INT8 values of pooled keys
 // Scale of a row or block of zeros, and least scale of any. So small that the offset of INT8 scores (attend/constants.cuh) rounds
 // away, but not so small that the steps of logits become zero (attend/row_scale.cuh).
 constexpr float kZeroScale = 0x1p-80f;

@@ -110,8 +110,8 @@ SPARGE_DEVICE void value_statistics(const QuantizeParams& p, const ValueSmem& sm
 
 // Hands `each` four channels of the thread at a time, their numbers and values; less the mean and in units of v_scale where quantized.
 template <Source kSource, typename Full, typename Each>
-SPARGE_DEVICE void for_channels(const Chunks<kSource>& rows, const ValueSmem& smem, const Chunk (&chunk)[kPasses], i32 count, Full,
-                                Each&& each) {
+SPARGE_DEVICE void for_channels(const Chunks<kSource>& rows, const ValueSmem& smem, const Chunk (&chunk)[kPasses], i32 count,
+                                Full, Each&& each) {
   const ValueThread thread;
   const i32 first_key = key_at(thread.position);  // of four; key_at moves bits, so key_at(a + b) is key_at(a) + key_at(b) here
 #pragma unroll

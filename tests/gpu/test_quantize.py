@@ -75,10 +75,10 @@ def test_quantize(case: Case, element: Element, generator, poison) -> None:
     means = means_of(fields, element, d)
     if int8:
         own = quantize_qkv(q, k, v, element=element, key_lengths=lengths_of(case))
-        spread = k.float().std() + k.float().abs().mean() + 1e-6
+        spread = float(k.float().std() + k.float().abs().mean()) + 1e-6
         assert (own.kbar - means["kbar"]).abs().max() <= 1e-4 * spread
         torch.testing.assert_close(own.v_scale, means["v_scale"], rtol=1e-4, atol=1e-6)
-        torch.testing.assert_close(own.extent, means["extent"], rtol=1e-4, atol=1e-4 * float(spread))
+        torch.testing.assert_close(own.extent, means["extent"], rtol=1e-4, atol=1e-4 * spread)
     truth = quantize_qkv(q, k, v, element=element, key_lengths=lengths_of(case), **means)
 
     block_mean, of_queries = fields["k_block_mean"], fields["q_block_mean"][..., :d]
