@@ -27,7 +27,8 @@ def test_large_channels_add_little_error(times, head_dim, precision, generator) 
 
     def error() -> float:
         rounded = q.bfloat16(), k.bfloat16(), v.bfloat16()
-        exact = scaled_dot_product_attention(*(x.double() for x in rounded))  # pyright: ignore
+        as_read = [x.double() for x in rounded]
+        exact = scaled_dot_product_attention(as_read[0], as_read[1], as_read[2])
         policy = SparsePolicy(topk=1.0, precision=precision)
         return rel_l2(attention(*rounded, policy, output_dtype=torch.float32).double(), exact)
 
