@@ -316,14 +316,15 @@ def _order(token_slots: NDArray[np.int32], segments: tuple[Segment, ...]) -> Tok
         if segment.queries_exact:
             rows = slice(segment.first_block // blocks_a_row, block_count(end, blocks_a_row))
             queries_exact[rows] = True
-    ends_in_text = len(segments) > 1 and segments[-1].queries_exact
+    *before, last = segments
+    ends_in_text = before and last.queries_exact
     return TokenOrder(
         _real_tensor(slot_tokens),
         _real_tensor(token_slots),
         _real_tensor(counts),
         _real_tensor(keys_exact),
         _real_tensor(queries_exact),
-        segments[-1].first_token if ends_in_text else tokens,
+        last.first_token if ends_in_text else tokens,
         segments,
     )
 

@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 
 from tests.comfy.graphs import ALL_WIDGETS, graph
-from tests.test_archive import git, working_tree
 
 PACK = Path(__file__).resolve().parents[2]
 WHY_NOT = (
@@ -35,11 +34,22 @@ pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 NAME = "sparge-attention"
 
 
+def git(folder: Path, *words: str) -> str:
+    return subprocess.run(
+        ["git", *words], cwd=folder, check=True, capture_output=True, text=True
+    ).stdout
+
+
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bare one, with the working tree as its only commit."""
     folder, bare = (tmp_path_factory.mktemp(name) for name in ("tree", "bare"))
-    working_tree(folder)
+    git(folder, "init", "--quiet")
+    for name in git(PACK, "ls-files", "-z", "-c", "-o", "--exclude-standard").split("\0"):
+        if (PACK / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(PACK / name, folder / name)
+    git(folder, "add", "--all")
     who = ["-c", "user.name=test", "-c", "user.email=test@localhost"]
     git(folder, *who, "commit", "--quiet", "--message", "all")
     git(folder, "clone", "--quiet", "--bare", str(folder), str(bare / f"{NAME}.git"))
