@@ -102,25 +102,30 @@ def _is_plain(x: object) -> bool:
 def _split(q: Tensor, k: Tensor, v: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor] | None:
     """(B, H, N, D) views of q (B, N, H*D), and of k and v flat or with heads as a dimension of
     their own; None for other shapes."""
-    if q.ndim != 3 or heads < 1 or q.shape[-1] % heads or not (q.numel() and k.numel()):
+    sizes, strides = q.shape, q.stride()
+    if len(sizes) != 3 or heads < 1 or sizes[2] % heads or not (q.numel() and k.numel()):
         return None
-    batch, _, width = q.shape
+    batch, tokens, width = sizes
     head_dim = width // heads
+    if k.shape == v.shape == sizes and k.stride() == v.stride() == strides:
+        entry, token, channel = strides
+        # One step for each, where a view and its transpose take two.
+        of_heads = batch, heads, tokens, head_dim
+        steps = entry, head_dim * channel, token, channel
+        return (
+            q.as_strided(of_heads, steps),
+            k.as_strided(of_heads, steps),
+            v.as_strided(of_heads, steps),
+        )
     found = []
     for x in (q, k, v):
-        sizes = x.shape
-        if len(sizes) == 3 and sizes[0] != batch and x.numel() % (batch * sizes[2]) == 0:
-            x = x.reshape(batch, -1, sizes[2])  # HyperTile cuts queries alone into tiles
-            sizes = x.shape
-        if len(sizes) == 4:
-            found.append(x.transpose(1, 2))
-        elif len(sizes) == 3 and sizes[2] % head_dim == 0:
-            entry, token, channel = x.stride()
-            of_heads = sizes[0], sizes[2] // head_dim, sizes[1], head_dim
-            # In one step where a view and its transpose take two.
-            found.append(x.as_strided(of_heads, (entry, head_dim * channel, token, channel)))
-        else:
+        if x.ndim == 3 and x.shape[0] != batch and x.numel() % (batch * x.shape[-1]) == 0:
+            x = x.reshape(batch, -1, x.shape[-1])  # HyperTile cuts queries alone into tiles
+        if x.ndim == 3 and x.shape[-1] % head_dim == 0:
+            x = x.view(*x.shape[:2], x.shape[-1] // head_dim, head_dim)
+        if x.ndim != 4:
             return None
+        found.append(x.transpose(1, 2))
     return found[0], found[1], found[2]
 
 

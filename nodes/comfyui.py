@@ -31,9 +31,6 @@ _PACKAGES = {
     "attention_flash": "flash-attn", "attention_comfy_kitchen_int8": "comfy-kitchen",
 }  # fmt: skip
 
-#: Most frames between an override and the function of ComfyUI that asked it.
-_FRAMES = 16
-
 
 def step_sigmas(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[float]:
     """Noise level of each step, from the arguments of CFGGuider.outer_sample: (noise, latent,
@@ -120,13 +117,9 @@ ASKING = _asking_code()
 def preferred_attention() -> Callable[..., Any] | None:
     """Function that the running call's model prefers, where the caller is an override."""
     frame: FrameType | None = sys._getframe(1)
-    for _ in range(_FRAMES):
-        if frame is None:
-            return None
-        if frame.f_code is ASKING:
-            return getattr(frame.f_locals.get("preferred_attention"), "function", None)
+    while frame is not None and frame.f_code is not ASKING:
         frame = frame.f_back
-    return None
+    return frame and getattr(frame.f_locals.get("preferred_attention"), "function", None)
 
 
 def untracked_allocations() -> AbstractContextManager[None]:

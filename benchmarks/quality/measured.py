@@ -54,4 +54,4 @@ class Measured:
         curves = Curves.of(self.sums, self.candidates)
         settings = curves.settings(curves.chosen([mean_density]))
         of_step = settings.of_step(0, SparsePolicy(), self.candidates.orders)
-        return [of_step.of_layer(layer).on(device) for layer in range(len(self.seen))]
+        return [of_step(layer).on(device) for layer in range(len(self.seen))]

@@ -9,8 +9,9 @@ sums give the same settings on every GPU.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -178,34 +179,24 @@ class ChosenSettings:
     weight: Tensor
     """(layers, heads): head weights."""
 
-    def of_step(self, step: int, policy: SparsePolicy, orders: int) -> StepSettings:
-        """Settings of one step for calls of `policy`. orders: number of token orders of a head; of
-        one, no head says which."""
+    def of_step(
+        self, step: int, policy: SparsePolicy, orders: int
+    ) -> Callable[[int], HeadSettings]:
+        """Settings of one step by layer, for calls of `policy`. orders: number of token orders of a
+        head; of one, no head says which.
+
+        They are made when each layer asks: before a pass the device waits for the host, in the pass
+        the host has time. All are views of one, so that making them allocates nothing.
+        """
         density, weight, kind, scale = (
             x[step].flatten()
             for x in (self.density, self.pool_weight, self.order_kind, self.output_scale)
         )
         router, kind = torch.full_like(kind, Router.ERROR), kind if orders > 1 else None
         whole = HeadSettings(density, weight, router, order_kind=kind, output_scale=scale)
-        return StepSettings(whole, policy, self.density.shape[2])
-
-
-class StepSettings:
-    """Head settings of one step by layer. They are made when each layer asks: before a pass the
-    device waits for the host, in the pass the host has time. All are views of one, so that making
-    them allocates nothing."""
-
-    def __init__(self, whole: HeadSettings, policy: SparsePolicy, heads: int) -> None:
-        """whole: of the heads of all layers. heads: of a layer."""
-        self._whole, self._heads = whole, heads
         whole.table(policy)  # single ones take seven launches a layer
-        self._made: dict[int, HeadSettings] = {}
-
-    def of_layer(self, layer: int) -> HeadSettings:
-        if layer not in self._made:
-            own = slice(layer * self._heads, (layer + 1) * self._heads)
-            self._made[layer] = self._whole.heads_slice(own)
-        return self._made[layer]
+        heads = self.density.shape[2]
+        return cache(lambda layer: whole.heads_slice(slice(layer * heads, (layer + 1) * heads)))
 
 
 def _head_weight(norms: Tensor, known: Tensor) -> Tensor:

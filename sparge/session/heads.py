@@ -37,7 +37,7 @@ from ..order.grid import (
 from ..order.variants import VARIANTS, OrderKind
 from ..policy import SparsePolicy
 from .calls import Call, Untracked
-from .choose import ChosenSettings, Curves, StepSettings
+from .choose import ChosenSettings, Curves
 from .measure import Candidates, Measured, MeasuredCall, Sums, measure, spread_places
 from .report import MeasuredHeads
 from .schedule import CHOICES, Aim, Step, budgets, next_choice
@@ -200,7 +200,7 @@ class Heads:
         self._chosen_at = 0  # sparse step of the last choice
         self._places: dict[int, int] = {}  # of the layers in its settings
         self._kept: list[list[float]] = []  # mean share of pairs, by its steps and layers
-        self._now: StepSettings | None = None
+        self._now: Callable[[int], HeadSettings] | None = None
         self.measures_again = False
         """Whether sparse calls of the running pass are measured."""
 
@@ -239,7 +239,7 @@ class Heads:
         if times is not None and (slower := times.why_slower(kept)) is not None:
             return slower
         self.sparse_rows.add(row)
-        return self._now.of_layer(place)
+        return self._now(place)
 
     def refusal(self, row: int) -> str | None:
         """Reason why a layer stays dense whatever comes, or None."""

@@ -246,12 +246,15 @@ class PassRecord:
             return False
         return not being_recorded(self.device)
 
-    def stream(self) -> Any:
-        """Current stream of the device. Torch takes ten times as long to give it as its handle."""
+    def mark(self) -> Any:
+        """Mark in the device's current stream. Torch takes ten times as long to give that as its
+        handle."""
         handle = raw_stream(self.device.index)
         if handle not in self._streams:
             self._streams[handle] = torch.cuda.current_stream(self.device)
-        return self._streams[handle]
+        made = torch.cuda.Event(enable_timing=True)
+        made.record(self._streams[handle])
+        return made
 
     def learns_exact_time(self, row: int | None, call: Call) -> bool:
         """Whether a dense call is exact for its time's sake."""
@@ -275,16 +278,14 @@ class Timed:
     ) -> None:
         self._record, self._backend, self._foretold = record, backend, foretold
         self._key = call.q.shape, record.device
-        self._stream = record.stream()
-        self._start = torch.cuda.Event(enable_timing=True)
+        self._start = record.mark()
 
     def __enter__(self) -> None:
-        self._start.record(self._stream)
+        """Begins where it was made."""
 
     def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
         if kind is None:
-            end = torch.cuda.Event(enable_timing=True)
-            end.record(self._stream)
+            end = self._record.mark()
             span = Span(self._backend, self._key, self._foretold, self._start, end)
             self._record.spans.append(span)
 

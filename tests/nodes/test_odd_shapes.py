@@ -37,6 +37,8 @@ QH, KH, VH = HEADS_FIRST
 #: name: (q, k, v, flags, whether it is served)
 SHAPES = {
     "flat": (Q, K, V, {}, True),
+    "parts of one projection": (*torch.cat([Q, K, V], -1).chunk(3, -1), {}, True),
+    "expanded over the batch": (*FLAT[:, :1].expand_as(FLAT), {}, True),
     "v 4-D, as SD3": (Q, K, SPLIT[2], {}, True),
     "k and v 4-D": (Q, SPLIT[1], SPLIT[2], {}, True),
     "k 4-D": (Q, SPLIT[1], V, {}, True),

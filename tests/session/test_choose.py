@@ -276,12 +276,12 @@ def test_settings_of_a_layer_are_views_that_allocate_nothing(generator: torch.Ge
     settings, policy = curves.settings(curves.chosen([0.8, 0.5])), SparsePolicy()
     for orders in (2, 1):
         of_step = settings.of_step(1, policy, orders)
-        first = of_step.of_layer(0).table(policy).data_ptr()
+        first = of_step(0).table(policy).data_ptr()
         for layer in (2, 0, 1, 2):
-            own = of_step.of_layer(layer)
+            own = of_step(layer)
             for other in range(20):
                 own.table(SparsePolicy(simthreshd1=other / 20))
-            assert of_step.of_layer(layer) is own and own.pools
+            assert of_step(layer) is own and own.pools
             assert torch.equal(own.density, settings.density[1, layer])
             assert set(own.router.tolist()) == {Router.ERROR}
             assert (own.order_kind is None) == (orders == 1)

@@ -218,7 +218,7 @@ def test_nothing_waits_from_measuring_to_settings(call: MeasuredCall) -> None:
             sums.add(layer, measure(call), len(call.query_blocks))
         curves = Curves.of(sums.or_else(sums), call.candidates)
         for chosen in (curves.chosen([0.7, 0.6]), curves.chosen(error=0.1)):
-            settings = curves.settings(chosen).of_step(0, SparsePolicy(), call.candidates.orders)
-            assert settings.of_layer(1).heads == call.q.shape[1]
+            of_step = curves.settings(chosen).of_step(0, SparsePolicy(), call.candidates.orders)
+            assert of_step(1).heads == call.q.shape[1]
     with pytest.raises(AssertionError, match="_local_scalar_dense"), NoWaits():
         sums.of_layers[0][0].sum().item()
