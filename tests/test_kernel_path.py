@@ -126,10 +126,9 @@ def test_what_a_policy_says_reaches_the_kernels(told) -> None:
         "means": {"smooth_k": False},
         "quantize": {"with_queries": True, "with_similarity": True},
         "route": {
-            "select": TOPK, "topk_blocks": 5, "floor": 1, "upstream": True,
             "cdfthreshd": 0.875, "simthreshd1": 0.25, "score_scale": 0.125, "causal": True,
             "attention_sink": True, "keep_diagonal": False, "exact_prefix": 3, "exact_suffix": 5,
-            "rows_per_cta": 16,
+            "select": TOPK, "topk_blocks": 5, "upstream": True, "rows_per_cta": 16,
         },
         HOPPER_ATTEND: {"scale": 0.125, "pvthreshd": 15.0, "causal": True, "tokens": GRID.tokens},
     }.items():  # fmt: skip
