@@ -74,7 +74,9 @@ class TunedHeads:
     def of_call(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor
     ) -> tuple[TokenOrder | None, HeadSettings]:
-        heads = self._running._kind_of(Call(q, k, v), None).heads
+        call, running = Call(q, k, v), self._running
+        decision = running.decision(call, in_loop=True)
+        heads = (running._kinds.get(decision) or running._kind_of(call, decision)).heads
         assert heads is not None
         head_settings = heads.of_layer(layer, None)
         if isinstance(head_settings, str):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -281,7 +282,7 @@ def test_settings_of_a_layer_are_views_that_allocate_nothing(generator: torch.Ge
             own = of_step(layer)
             for other in range(20):
                 own.table(SparsePolicy(simthreshd1=other / 20))
-            assert of_step(layer) is own and own.pools
+            assert of_step(layer) is own and own.pools and own.facts == replace(own).facts
             assert torch.equal(own.density, settings.density[1, layer])
             assert set(own.router.tolist()) == {Router.ERROR}
             assert (own.order_kind is None) == (orders == 1)
