@@ -348,11 +348,14 @@ def dealt_places(parts: Sequence[int], ranks: int) -> Tensor:
     return torch.cat([share for of_rank in zip(*shares, strict=True) for share in of_rank])
 
 
-@lru_cache(maxsize=_KEPT_GRIDS * VARIANTS)  # the very object each time, which has copies on devices
 def order_as_dealt(order: TokenOrder, grid: TokenGrid, ranks: int) -> TokenOrder:
     """Order of a grid as ranks see its tokens; of one rank, the order itself. Diffusers deals the
     text before the grid, the grid with its tail, and the text after it, each by itself."""
-    if ranks == 1:
-        return order
+    # Of one rank nothing is kept here: `_order_of_kinds` lets its orders go.
+    return order if ranks == 1 else _as_dealt(order, grid, ranks)
+
+
+@lru_cache(maxsize=_KEPT_GRIDS * VARIANTS)  # the very object each time, which has copies on devices
+def _as_dealt(order: TokenOrder, grid: TokenGrid, ranks: int) -> TokenOrder:
     parts = grid.prefix, grid.tokens - grid.prefix - grid.suffix, grid.suffix
     return order.taken_from(dealt_places(parts, ranks))

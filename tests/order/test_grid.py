@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import fields, replace
 
 import numpy as np
@@ -16,6 +18,7 @@ from sparge.order.grid import (
     TokenGrid,
     TokenOrder,
     grid_order,
+    order_as_dealt,
     raster_order,
     unmeasured_order,
 )
@@ -201,3 +204,15 @@ def test_sizes_may_be_numpys() -> None:
 def test_impossible_grids_are_refused(sizes: dict, complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         replace(TokenGrid(4, 5, 6), **sizes)
+
+
+def test_an_order_that_no_rank_shares_is_let_go() -> None:
+    """A copy on a GPU goes with it: what is kept of one rank would keep the copies of all grids."""
+    grid = TokenGrid(3, 7, 9)
+    order = grid_order(grid)
+    assert order_as_dealt(order, grid, 1) is order
+    gone = weakref.ref(order)
+    del order
+    grid_module._order_of_kinds.cache_clear()
+    gc.collect()
+    assert gone() is None
