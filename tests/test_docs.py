@@ -113,6 +113,19 @@ def anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+def test_entries_that_code_names_exist() -> None:
+    entries = re.findall(r"^#+ (.+)$", DOCUMENTS["docs/experiments.md"], re.MULTILINE)
+    folders = ("csrc", "sparge", "nodes", "benchmarks", "tests/oracle")
+    paths = [path for name in folders for path in (ROOT / name).rglob("*.*")]
+    named = 0
+    for path in (path for path in paths if path.suffix in (".py", ".cu", ".cuh")):
+        text = re.sub(r"\n\s*(?:#:?|//)?\s*", " ", path.read_text(encoding="utf-8"))
+        for _, cited in re.findall(r'docs/experiments\.md(`?), "?(.{,80})', text):
+            assert cited.startswith(tuple(entries)), f"{path}: {cited}"
+            named += 1
+    assert named > 40
+
+
 def test_widget_table_is_the_nodes_widgets() -> None:
     defaults = our_widgets() | {"mode": "auto quality", "start_percent": 0.1}
     table = GUIDE.split("| widget | default |")[1].split("\n\n")[0]
