@@ -148,6 +148,28 @@ def test_tables_are_generated(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(f"<!-- {name}:begin -->" in pages for name in report.TABLES)
 
 
+SCRIPTS = [
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__")
+    for folder in ("benchmarks", "tools")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+    if 'if __name__ == "__main__":' in path.read_text(encoding="utf-8")
+]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of runpy: the module is imported already
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_asked_for_help_does_nothing_else(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", [name, "--help"])
+    monkeypatch.setattr(Path, "write_text", lambda path, *_, **__: pytest.fail(f"wrote {path}"))
+    with pytest.raises(SystemExit) as left:
+        runpy.run_module(name, run_name="__main__")
+    assert left.value.code == 0 and "usage:" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
 def test_help_pages_are_read_inside_comfyui() -> None:
     """Its panel cuts tables off, and knows no other files of the pack."""
     for name in (name for name in DOCUMENTS if name.startswith("web")):
