@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import sparge
 from benchmarks import report
 from sparge.kernels.device import SERVED_BY
 from sparge.kernels.spec import ARCHS, Element, native_element
@@ -139,6 +140,7 @@ def test_versions_agree() -> None:
     assert version
     changelog = DOCUMENTS["CHANGELOG.md"]
     assert re.search(r"^## (\S+)", changelog, re.MULTILINE)[1] == version[1]  # type: ignore[index]
+    assert sparge.__version__ == version[1]
 
 
 def test_tables_are_generated(monkeypatch: pytest.MonkeyPatch) -> None:
