@@ -9,6 +9,7 @@ They are made from benchmarks/results; a test checks them. A table named NAME st
 
 from __future__ import annotations
 
+import argparse
 import re
 import sys
 import textwrap
@@ -74,36 +75,48 @@ def other_speeds() -> str:
     return summary("other shapes", others, LIMITS) + source(SPEEDS) + missing
 
 
-def _is_alone(row: Row) -> bool:
-    """Whether a run is of the models that this pack is measured by: nothing beside the node."""
+def _is_of_the_readme(row: Row) -> bool:
+    """Whether a run is one of those that the README shows: nothing beside the node, as many dense
+    steps as a new node has. Flux has no sparse steps."""
     return (
-        plain(row["config"]) == AUTO and row.get("cfg", 1) == 1 and row["model"] in list(NAMES)[:4]
-        and row.get("steps", 20) == 20
-    )  # fmt: skip
+        plain(row["config"]) == AUTO
+        and row["cfg"] == 1
+        and row["steps"] == 20
+        and (row["model"] == "flux" or row["start_percent"] == 0.1)
+        and row["model"] in list(NAMES)[:4]
+    )
 
 
-def runs_table(alone: bool) -> str:
-    """A run a line, ComfyUI's attention beside ours; of those that `_is_alone` or of the others."""
+def runs_of_the_readme() -> str:
+    head = ("20 steps, auto budget 0.2", "start_percent", "without", "with", "speedup", "GPU")
+    return _runs_table(head, [_run(row) for row in read(RUNS) if _is_of_the_readme(row)])
+
+
+def all_runs() -> str:
     lines = []
     for row in read(RUNS):
-        if _is_alone(row) != alone:
-            continue
-        without, sparse = (f"{row[name]:.3g} s" for name in ("default_run_seconds", "run_seconds"))
-        name = f"{NAMES[row['model']]} {row['shape'].split(',')[0]}"
-        if not alone:
-            name += f", {row['steps']} steps, cfg {row['cfg']:g}, {plain(row['config'])}"
-            name += ", extrapolated" * ("extrapolated" in row)
-        gpu = row["gpu"].removeprefix("NVIDIA ").split()[0]
-        times, start = f"{row['ratio']:.2f}", f"{row.get('start_percent', '-')}"
-        lines.append([name, start, without, sparse, times, f"{gpu}, {row['commit']}"])
-    first = "20 steps, auto budget 0.2" if alone else "run"
-    head = (first, "start_percent", "default", "this run", "speedup", "GPU, commit")
+        name, *numbers, gpu = _run(row)
+        name += f", {row['steps']} steps, cfg {row['cfg']:g}, {plain(row['config'])}"
+        name += ", extrapolated" * ("extrapolated" in row)
+        lines.append([name, *numbers, f"{gpu}, {row['commit']}"])
+    return _runs_table(("run", "start_percent", "without", "with", "speedup", "GPU, commit"), lines)
+
+
+def _run(row: Row) -> list[str]:
+    """Model and size, `start_percent`, seconds without the node and with it, speedup, GPU."""
+    seconds = [f"{row[name]:.3g} s" for name in ("default_run_seconds", "run_seconds")]
+    gpu = row["gpu"].removeprefix("NVIDIA ").split()[0]
+    name = f"{NAMES[row['model']]} {row['shape'].split(',')[0]}"
+    return [name, f"{row.get('start_percent', '-')}", *seconds, f"{row['ratio']:.2f}", gpu]
+
+
+def _runs_table(head: Sequence[str], lines: list[list[str]]) -> str:
     return "\n" + table(head, lines) + "\n"
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "runs": lambda: runs_table(True),
-    "other-runs": lambda: runs_table(False),
+    "runs": runs_of_the_readme,
+    "all-runs": all_runs,
     **{f"speed-{shape}": lambda shape=shape: speed_of(shape) for shape in TITLES},
     "speed-others": other_speeds,
     "speed-h100": lambda: summary("H100", _speeds(SPEEDS_H100), None) + source(SPEEDS_H100),
@@ -123,8 +136,13 @@ def written(text: str) -> str:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="only compare, fail if any differs")
+    check = parser.parse_args().check
     pages = {path: path.read_text(encoding="utf-8") for path in PAGES}
-    if "--check" in sys.argv[1:]:
+    if check:
         return int(any(written(text) != text for text in pages.values()))
     for path, text in pages.items():
         path.write_text(written(text), encoding="utf-8")

@@ -14,6 +14,7 @@ from .padding import KeyPadding, key_padding
 from .policy import Precision, SparsePolicy
 from .sdpa import sdpa, sdpa_call
 from .stats import AttentionStats, CallStats
+from .version import __version__
 
 __all__ = [
     "VARIANTS",
@@ -30,6 +31,7 @@ __all__ = [
     "TokenGrid",
     "TokenOrder",
     "Unsupported",
+    "__version__",
     "attention",
     "capabilities",
     "grid_order",

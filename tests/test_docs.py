@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import sparge
 from benchmarks import report
 from sparge.kernels.device import SERVED_BY
 from sparge.kernels.spec import ARCHS, Element, native_element
@@ -113,16 +114,24 @@ def anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_widget_table_is_the_nodes_widgets() -> None:
-    defaults = our_widgets() | {"mode": "auto quality", "start_percent": 0.1}
-    table = GUIDE.split("| widget | default |")[1].split("\n\n")[0]
-    said: dict[str, str] = {}
-    for names, values, _ in table_rows("|\n" + table):
-        said |= zip(re.findall(r"`(\w+)`", names), values.split(", "), strict=True)
-    assert list(said) == list(defaults)
-    assert f"without `mode` run as {our_widgets()['mode']}" in table
-    for name, value in defaults.items():
-        assert said[name] == str(value) or float(said[name]) == float(value), name
+def test_entries_that_code_names_exist() -> None:
+    entries = re.findall(r"^#+ (.+)$", DOCUMENTS["docs/experiments.md"], re.MULTILINE)
+    folders = ("csrc", "sparge", "nodes", "benchmarks", "tests/oracle")
+    paths = [path for name in folders for path in (ROOT / name).rglob("*.*")]
+    named = 0
+    for path in (path for path in paths if path.suffix in (".py", ".cu", ".cuh")):
+        text = re.sub(r"\n\s*(?:#:?|//)?\s*", " ", path.read_text(encoding="utf-8"))
+        for _, cited in re.findall(r'docs/experiments\.md(`?), "?(.{,80})', text):
+            assert cited.startswith(tuple(entries)), f"{path}: {cited}"
+            named += 1
+    assert named > 40
+
+
+def test_the_guide_has_the_defaults_of_api_graphs() -> None:
+    """Where they are not those of a new node, which shows its own."""
+    mode, start = (our_widgets()[name] for name in ("mode", "start_percent"))
+    said = f"without `mode` they run as {mode}, without `start_percent` with {start},"
+    assert said in " ".join(GUIDE.split())
 
 
 def test_versions_agree() -> None:
@@ -131,6 +140,7 @@ def test_versions_agree() -> None:
     assert version
     changelog = DOCUMENTS["CHANGELOG.md"]
     assert re.search(r"^## (\S+)", changelog, re.MULTILINE)[1] == version[1]  # type: ignore[index]
+    assert sparge.__version__ == version[1]
 
 
 def test_tables_are_generated(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,6 +148,28 @@ def test_tables_are_generated(monkeypatch: pytest.MonkeyPatch) -> None:
     assert report.main() == 0, "run: python -m benchmarks.report"
     pages = "".join(path.read_text(encoding="utf-8") for path in report.PAGES)
     assert all(f"<!-- {name}:begin -->" in pages for name in report.TABLES)
+
+
+SCRIPTS = [
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__")
+    for folder in ("benchmarks", "tools")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+    if 'if __name__ == "__main__":' in path.read_text(encoding="utf-8")
+]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of runpy: the module is imported already
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_asked_for_help_does_nothing_else(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", [name, "--help"])
+    monkeypatch.setattr(Path, "write_text", lambda path, *_, **__: pytest.fail(f"wrote {path}"))
+    with pytest.raises(SystemExit) as left:
+        runpy.run_module(name, run_name="__main__")
+    assert left.value.code == 0 and "usage:" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
 
 
 def test_help_pages_are_read_inside_comfyui() -> None:

@@ -47,14 +47,14 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_wheel_holds_the_library_and_its_sources(installed: Path) -> None:
     def found(root: Path, *folders: str) -> set[str]:
-        kinds = (".py", ".json", ".cu", ".cuh")
+        kinds = (".py", ".json", ".cu", ".cuh", ".typed")
         paths = (path for folder in folders for path in (root / folder).rglob("*"))
         return {p.relative_to(root).as_posix() for p in paths if p.suffix in kinds}
 
     packed = {name for name in found(installed, ".") if ".dist-info/" not in name}
     sources = {f"sparge/{name}" for name in found(ROOT, "csrc")}
     assert packed == found(ROOT, "sparge") | sources
-    assert "sparge/csrc/attend.cu" in packed
+    assert {"sparge/csrc/attend.cu", "sparge/py.typed"} <= packed
 
 
 def test_wheel_requires_no_torch(installed: Path) -> None:
@@ -73,13 +73,15 @@ def test_wheel_requires_no_torch(installed: Path) -> None:
 def test_an_installed_library_finds_its_sources(installed: Path) -> None:
     code = f"""
 import sys; sys.path.insert(0, {str(installed)!r})
+import sparge
 from sparge.kernels.source import find_csrc, read_sources
-print(find_csrc(), len(read_sources("attend").headers))"""
+print(find_csrc(), len(read_sources("attend").headers), sparge.__version__)"""
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=installed, capture_output=True, text=True, check=True
     )
-    folder, headers = done.stdout.split()
+    folder, headers, version = done.stdout.split()
     assert Path(folder) == installed / "sparge" / "csrc" and int(headers) > 0
+    assert f'\nversion = "{version}"\n' in PROJECT
 
 
 def test_requirements_are_plain_lines_without_torch() -> None:

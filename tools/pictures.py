@@ -6,8 +6,8 @@ python -m tools.pictures [FOLDER]   (assets by default)
 
 from __future__ import annotations
 
+import argparse
 import math
-import sys
 from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
@@ -58,7 +58,11 @@ def banner() -> Image.Image:
 
 
 def main() -> None:
-    folder = Path(sys.argv[1] if len(sys.argv) > 1 else "assets")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", nargs="?", type=Path, default=Path("assets"))
+    folder = parser.parse_args().folder
     folder.mkdir(parents=True, exist_ok=True)
     icon().save(folder / "icon.png", optimize=True)
     banner().save(folder / "banner.png", optimize=True)

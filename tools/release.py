@@ -30,6 +30,9 @@ def problems(root: Path, tag: str = "") -> Iterator[str]:
                     f"{path.relative_to(root).as_posix()}, line {number}, still says "
                     f"{PLACEHOLDER}: write the account that publishes."
                 )
+    address = _first(r'^Repository = "([^"]+)"$', project)
+    if f"git clone {address} " not in (root / "README.md").read_text(encoding="utf-8"):
+        yield f"README.md does not say how to clone {address}: write it into the command."
     version = _first(r'^version = "([^"]+)"$', project)
     changed = _first(r"^## (\S+)", (root / "CHANGELOG.md").read_text(encoding="utf-8"))
     if changed != version:
