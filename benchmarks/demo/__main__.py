@@ -18,6 +18,7 @@ from benchmarks.quality_data.weights import WeightsMissingError
 from benchmarks.tiny_video_dit.checkpoint import SHIPPED
 
 
+@torch.no_grad()
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -26,6 +27,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0, help="another seed, another video")
     parser.add_argument("--weights", type=Path, default=SHIPPED, help="of the small video DiT")
     options = parser.parse_args(arguments)
+    # The reference is many small operations (docs/experiments.md, Threads of the reference on a
+    # CPU).
+    torch.set_num_threads(1)
     device, what_runs = choose_device()
     print(f"Ran: {what_runs}")
     options.out.mkdir(parents=True, exist_ok=True)
@@ -40,8 +44,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    torch.set_grad_enabled(False)
-    # The reference is many small operations (docs/experiments.md, Threads of the reference on a
-    # CPU).
-    torch.set_num_threads(1)
     main()

@@ -37,6 +37,7 @@ from sparge.session.heads import BLOCKS
 DENSITIES = (0.05, 0.1, 0.2, 0.3, 0.5)
 
 
+@torch.no_grad()
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -117,5 +118,4 @@ def _report(row: Row, mode: Mode, options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    torch.set_grad_enabled(False)
     main()
