@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from types import NoneType
-from typing import Any
+from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
@@ -24,6 +24,9 @@ from .stages.kind import CallRules, CallTensors, key_of, rules_text
 from .stages.prepared import find, prepare
 from .stats import AttentionStats
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 _TENSOR = (Tensor, torch.nn.Parameter)
 _MAYBE_TENSOR = (*_TENSOR, NoneType)
 _BYTES = (torch.bool, torch.uint8, torch.int8)
@@ -32,6 +35,42 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 _trace = torch._C._get_tracing_state
 
 
+class _Options(TypedDict, total=False):
+    """Keywords of ``attention`` that do not change what it returns."""
+
+    layout: str
+    out_layout: str | None
+    is_causal: bool
+    causal: Alignment | None
+    scale: float | None
+    key_lengths: Tensor | None
+    block_mask: Tensor | None
+    order: TokenOrder | None
+    head_settings: HeadSettings | None
+    stats: AttentionStats | None
+    output_dtype: torch.dtype | None
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    policy: SparsePolicy | None = ...,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[_Options],
+) -> Tensor: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    policy: SparsePolicy | None = ...,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[_Options],
+) -> tuple[Tensor, Tensor]: ...
 def attention(
     q: Tensor,
     k: Tensor,
@@ -50,7 +89,7 @@ def attention(
     stats: AttentionStats | None = None,
     output_dtype: torch.dtype | None = None,
     return_lse: bool = False,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Block-sparse attention, a replacement for ``scaled_dot_product_attention`` without a mask.
 
     Args:

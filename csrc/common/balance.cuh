@@ -30,7 +30,7 @@ SPARGE_DEVICE float nearest_power_of_two(float x) { return __uint_as_float((__fl
 SPARGE_DEVICE float key_factor(float balance) { return __uint_as_float(0x7D800000u - __float_as_uint(balance)); }
 
 // From the extents of neighbouring channels, a lane's each, to their balance; by one warp. count: channels that are no padding,
-// whose extent is 0. Whatever comes of extents that are no numbers: such a head is none.
+// whose extent is 0. Extents that are no numbers may give any balance, as all rows of such a head are NaN.
 template <int kLaneShare>
 SPARGE_DEVICE void balance_channels(float (&channel)[kLaneShare], i32 count) {
   float most = 0.0f, sum = 0.0f;
@@ -86,8 +86,8 @@ SPARGE_DEVICE void scale_and_rotate(float (&x)[8], Float* factor) {
   rotate(x);
 }
 
-// Eight channels of a query, as bf16 then: half a percent more error than float32, and a warp that keeps none of them reads them
-// again.
+// Balances and rotates eight channels of a query, and keeps them in bf16: about 1 % more error than float32. A warp that has no
+// registers for them reads them again.
 template <DType kType, typename Float>
 SPARGE_DEVICE void rotate_queries(Chunk& chunk, Float* balance) {
   float x[8];
