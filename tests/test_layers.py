@@ -15,6 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 HOSTS = {"transformers"}
 LIBRARY_NEEDS = {"torch", "numpy", "safetensors", "ninja"}
+TORCH_BRINGS = {"typing_extensions"}  # for the checker of types; Python 3.10 has no Unpack
 COMFYUI = {"comfy", "comfy_api", "comfy_execution", "folder_paths", "server", "nodes"}
 COMFYUI_BRINGS = {"PIL"}
 STAGES = ("quantize", "route", "attend", "score")
@@ -48,7 +49,7 @@ def imports(path: Path) -> Iterator[str]:
 @pytest.mark.parametrize(
     ("folder", "allowed", "without"),
     [
-        ("sparge", {"sparge"} | LIBRARY_NEEDS, "sparge/integrations"),
+        ("sparge", {"sparge"} | LIBRARY_NEEDS | TORCH_BRINGS, "sparge/integrations"),
         ("sparge/integrations", {"sparge"} | LIBRARY_NEEDS | HOSTS, ""),
         ("nodes", {"sparge", "torch"} | COMFYUI | COMFYUI_BRINGS, ""),
     ],
