@@ -20,26 +20,41 @@ from sparge.kernels.spec import (
     KernelSpec,
     Source,
     all_specs,
+    attend_entry,
+    eight_bit_element,
     native_specs,
 )
 
 SPECS = [*(spec for arch in RELEASE_ARCHS for spec in all_specs(arch)), *native_specs("sm_90")]
 
 
+#: Targets for which quantize for any type is compiled, by its element: others share its code.
+OF_ANY = {
+    Element.INT8_FP16: ("sm_80",),
+    Element.INT8_E4M3: ("sm_90a",),
+    Element.INT8_INT8: ("sm_120a",),
+    Element.BF16: ("sm_80",),
+}
+
+
 def has_twin(spec: KernelSpec) -> bool:
-    """Whether another kernel has its code: FP16 has that of BF16 but for the type, quantize for any
-    type has that for one, attend has less without the PV filter than with it, and sm_86 and sm_100a
-    share the sources of sm_80 and sm_120a."""
-    if spec.source is not Source.ANY:
+    """Whether another kernel has its code, or only tests of a GPU can reach it: FP16 has that of
+    BF16 but for the type, quantize for FP16 that for BF16, attend has less without the PV filter
+    than with it, and sm_86, sm_90 and sm_100a share the sources of sm_80 and sm_120a."""
+    if spec.arch in ("sm_90", "sm_100a") or spec.element is Element.FP16:
         return True
+    if spec.entry == "quantize":
+        of_one = spec.source is Source.BF16 and spec.element is eight_bit_element(spec.arch)
+        of_any = spec.source is Source.ANY and spec.arch in OF_ANY[spec.element]
+        return not (of_one or of_any)
+    if not spec.reads_element:
+        return spec.arch == "sm_86"
     unfiltered = replace(spec, pv_filter=True) in SPECS and not spec.pv_filter
-    less = spec.entry.startswith("attend") and unfiltered
-    alike = spec.entry == "quantize" and spec.head_dim == 64  # as sm_120a has it; else not
-    sharing = {
-        Element.INT8_INT8: ("sm_89", "sm_90a"),  # sm_80 has none of it, and sm_89 as sm_86
-        Element.INT8_E4M3: ("sm_89",) if alike else (),
-    }.get(spec.element, ("sm_86", "sm_100a"))
-    return spec.element is Element.FP16 or less or spec.arch in sharing
+    reached = attend_entry(spec.arch, spec.element) == spec.entry
+    if spec.element is Element.INT8_FP16:
+        reached = spec.arch == "sm_80"
+    alike = {Element.INT8_INT8: ("sm_89", "sm_90a"), Element.BF16: ("sm_86",)}
+    return unfiltered or spec.arch in alike.get(spec.element, ()) or not reached
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.id)
