@@ -3,14 +3,14 @@
 
 python -m benchmarks.quality --data dino [--video FILE | --seed N] [--weights FILE]
 python -m benchmarks.quality --data dit [--weights FILE --called "dit of seed 1"] [--seed N]
-    [--clips N] [--grid 9 16 14]
+    [--clips N] [--grid 9 16 14] [--lora FILE --steps 4 --called "dit of 4 steps"]
 python -m benchmarks.quality --data dit --targets [high balanced fast .05] [--seed N] [--clips N]
 
 Each mode runs through `sparge.attention`, its kernels on a GPU and the reference on a CPU, but
 for `sol`, a peer's method (sol.py). Measuring sees other query blocks of the very calls that dino
 is judged on. Of the small video DiT clips are sampled in each mode against the same clips sampled
-dense (the first 4 of 20 steps are dense in both, and the last of those is measured). --grid makes
-them small enough for a CPU. Clips are those of the scenes --seed, --seed + 1 and so on.
+dense (a fifth of the steps is dense in both, one at least, and the last of those is measured).
+--grid makes them small enough for a CPU. Clips are of the scenes --seed, --seed + 1 and so on.
 
 --targets samples clips as the node's mode auto quality does, a JSON line for each target error: by
 name or number, the node's own three where none is given. Without --densities that is all.
@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.quality.data import load
-from benchmarks.quality.dit import load_dit, of_model, sample_dense
+from benchmarks.quality.dit import STEPS, load_dit, of_model, sample_dense
 from benchmarks.quality.end_to_end import Clips
 from benchmarks.quality.modes import BY_NAME, MODES, Mode, where
 from benchmarks.quality.rows import RESULTS, TARGETS, Row, write
@@ -62,6 +62,8 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--clips", type=int, default=2, help="whole clips to sample, dit")
     parser.add_argument("--grid", type=int, nargs=3, default=FULL_GRID, help="of tokens, dit")
+    parser.add_argument("--lora", type=Path, help="what is added to the weights, dit")
+    parser.add_argument("--steps", type=int, default=STEPS, help="of a clip, dit")
     parser.add_argument("--device", type=torch.device, default=_device())
     parser.add_argument("--called", default="dit", help="what rows call the weights, dit")
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -94,9 +96,10 @@ def _judge_calls(modes: list[Mode], options: argparse.Namespace) -> None:
 
 
 def _judge_clips(modes: list[Mode], options: argparse.Namespace) -> None:
-    model, size = load_dit(options.weights, options.device), tuple(options.grid)
+    model = load_dit(options.weights, options.device, options.lora)
+    size = tuple(options.grid)
     seeds = range(options.seed, options.seed + options.clips)
-    clips = Clips([sample_dense(model, size, seed) for seed in seeds])
+    clips = Clips([sample_dense(model, size, seed, options.steps) for seed in seeds])
     for density in sorted(options.densities):
         for mode in modes:
             _report(clips.row(mode, density), mode, options)

@@ -52,8 +52,8 @@ class DenseRun:
         return to_clips(euler(self.model, self.begun, self.text, sigmas, attention=attention))[0]
 
 
-def load_dit(weights: Path | None, device: torch.device) -> VideoDiT:
-    """Loads the model, in bf16 on a GPU, in float32 elsewhere.
+def load_dit(weights: Path | None, device: torch.device, lora: Path | None = None) -> VideoDiT:
+    """Loads the model, in bf16 on a GPU, in float32 elsewhere. lora: what is added to it.
 
     Raises:
         WeightsMissingError: the weights are not there; the message says what to do.
@@ -64,12 +64,13 @@ def load_dit(weights: Path | None, device: torch.device) -> VideoDiT:
             f"{path} is not there: the small video DiT is not trained yet. Train it on a GPU with "
             f"`{TRAIN}`, then copy DIR/{path.name} there or name it with --weights."
         )
-    return load_model(path, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return load_model(path, device, dtype, lora)
 
 
 def dense_steps(steps: int) -> int:
-    """Steps of a run that come before the sparse ones."""
-    return steps * DENSE_STEPS // STEPS
+    """Steps of a run that come before the sparse ones, one at least."""
+    return max(1, steps * DENSE_STEPS // STEPS)
 
 
 def sample_dense(

@@ -35,6 +35,17 @@ def save(folder: Path, tensors: Mapping[str, Tensor], config: Config, **training
     return folder / WEIGHTS
 
 
+def save_lora(path: Path, tensors: Mapping[str, Tensor], training: Mapping[str, Any]) -> None:
+    """Writes a LoRA: by the name of a weight its `up` and `down`, or its whole `diff`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    stored = {name: each.detach().to("cpu", torch.bfloat16) for name, each in tensors.items()}
+    save_file(
+        {name: each.contiguous() for name, each in stored.items()},
+        path,
+        {"training": json.dumps(training)},
+    )
+
+
 def describe(path: Path) -> dict[str, Any]:
     """Description in the header: "model" and "training" (steps, loss, seed, commit)."""
     with safe_open(path, framework="pt") as file:
@@ -43,9 +54,19 @@ def describe(path: Path) -> dict[str, Any]:
 
 
 def load_model(
-    path: Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.bfloat16
+    path: Path,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.bfloat16,
+    lora: Path | None = None,
 ) -> VideoDiT:
-    """Loads the model of a weights' file, ready to sample."""
+    """Loads the model of a weights' file, ready to sample. lora: file of what is added to it."""
     model = VideoDiT(Config(**describe(path)["model"]))
-    model.load_state_dict(load_file(path))
+    weights = load_file(path)
+    if lora is not None:
+        added = {name: each.float() for name, each in load_file(lora).items()}
+        for name, weight in weights.items():
+            diff = added.get(f"{name}.diff")
+            diff = added[f"{name}.up"] @ added[f"{name}.down"] if diff is None else diff
+            weights[name] = weight.float() + diff
+    model.load_state_dict(weights)
     return model.to(device, dtype).train(False).requires_grad_(False)

@@ -14,6 +14,7 @@ import argparse
 import json
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -57,11 +58,15 @@ class Example:
 def draw_example(batch: Batch, seed: int, device: torch.device) -> Example:
     """Clips, noise and noise levels, all from `seed`."""
     generator = torch.Generator(device).manual_seed(seed)
-    size = clip_size(batch.grid)
+    return draw_noisy(batch, generator, flow.training_sigmas(batch.clips, generator))
+
+
+def draw_noisy(batch: Batch, generator: torch.Generator, sigmas: Tensor) -> Example:
+    """Clips and noise at these noise levels, one of each clip."""
+    device, size = generator.device, clip_size(batch.grid)
     scenes = draw_scenes(batch.clips, size, generator)
     clean = to_latent(draw_clips(scenes, size))
     noise = torch.randn(clean.shape, generator=generator, device=device)
-    sigmas = flow.training_sigmas(batch.clips, generator)
     told = torch.rand(batch.clips, 1, 1, generator=generator, device=device) >= WITHOUT_TEXT
     return Example(
         latent=flow.noisy(clean, noise, sigmas).to(WORKING_TYPE),
@@ -69,6 +74,9 @@ def draw_example(batch: Batch, seed: int, device: torch.device) -> Example:
         context=(context(scenes) * told).to(WORKING_TYPE),
         flow=noise - clean,
     )
+
+
+Draw = Callable[[Batch, int, torch.device], Example]
 
 
 def loss_of(model: VideoDiT, example: Example, attention: Attention) -> Tensor:
@@ -81,25 +89,27 @@ class Trainer:
 
     def __init__(
         self,
-        config: Config,
+        model: VideoDiT,
         seed: int,
         device: torch.device,
         phases: tuple[Phase, ...] = PHASES,
         attention: Attention = dense,
+        draw: Draw = draw_example,
+        rate: float = 1.0,
     ) -> None:
-        self.config, self.seed, self.device = config, seed, device
-        self.phases, self.attention = phases, attention
-        self.model = initialised(config, seed)
+        """draw: makes the examples. rate: share of the curriculum's learning rates."""
+        self.model, self.seed, self.device = model, seed, device
+        self.phases, self.attention, self.draw, self.rate = phases, attention, draw, rate
         self.optimizer = Optimizer(self.model, device)
 
     def step(self, progress: float) -> tuple[Batch, Tensor, Tensor]:
         """One update; returns its batch, loss and gradient norm, the last two on the device."""
         number = self.optimizer.step
         batch = batch_at(number, progress, self.phases)
-        example = draw_example(batch, (self.seed << 32) + number, self.device)
+        example = self.draw(batch, (self.seed << 32) + number, self.device)
         loss = loss_of(self.model, example, self.attention)
         loss.backward()
-        return batch, loss.detach(), self.optimizer.update(rate_at(progress))
+        return batch, loss.detach(), self.optimizer.update(self.rate * rate_at(progress))
 
     @torch.no_grad()
     def validation_loss(self, batch: Batch, clips: int = VALIDATION_CLIPS) -> float:
@@ -107,7 +117,7 @@ class Trainer:
         see."""
         self.optimizer.show(self.optimizer.average.values())
         seeds = range(VALIDATION_SEED, VALIDATION_SEED + math.ceil(clips / batch.clips))
-        examples = (draw_example(batch, seed, self.device) for seed in seeds)
+        examples = (self.draw(batch, seed, self.device) for seed in seeds)
         losses = [loss_of(self.model, example, self.attention) for example in examples]
         self.optimizer.show(self.optimizer.weights)
         return float(torch.stack(losses).mean())
@@ -180,7 +190,8 @@ def main(arguments: list[str] | None = None) -> None:
     sizes = {"width": options.width, "blocks": options.blocks}
     config = replace(Config(), **{name: size for name, size in sizes.items() if size is not None})
     attention = cudnn_attention if device.type == "cuda" else dense
-    trainer = Trainer(config, options.seed, device, attention=attention)
+    model = initialised(config, options.seed)
+    trainer = Trainer(model, options.seed, device, attention=attention)
     train_for(trainer, options.seconds)
     loss = round(trainer.validation_loss(FULL), 5)
     print(json.dumps({"step": trainer.optimizer.step, "validation_loss": loss}))
