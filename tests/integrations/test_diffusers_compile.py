@@ -173,8 +173,7 @@ def passes_held() -> set[int]:
     ("compiled", "error", "mode"),
     [
         (lambda tiny: None, KeyboardInterrupt, "auto budget"),
-        (by_block, ArithmeticError, "manual"),
-        (in_place, Stopped, "manual"),
+        (by_block, Stopped, "manual"),
     ],
 )
 def test_a_pass_that_ends_within_a_block_leaves_nothing_behind(
