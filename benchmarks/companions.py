@@ -32,7 +32,25 @@ def _compiled(model: Any) -> Any:
     return TorchCompileModel.execute(model, "inductor")[0]
 
 
+def backend(function: str, name: str) -> Companion:
+    """Attention of core by its name there, as core's node ModelAttentionBackend sets it."""
+
+    def apply(model: Any) -> Any:
+        from comfy.ldm.modules.attention import get_attention_function
+
+        found = get_attention_function(function, None)
+        if found is None:
+            raise RuntimeError(f"this ComfyUI finds no {name} on this machine")
+        patched = model.clone()
+        patched.set_model_optimized_attention(found)
+        return patched
+
+    return Companion(name, apply)
+
+
 ALONE = Companion("")
+INT8 = backend("comfy_kitchen_int8", "comfy-kitchen INT8")
+SAGE = backend("sage", "SageAttention")
 COMPILED = Companion("torch.compile", _compiled)
 FP8 = Companion("fp8")  # the model is built so
 

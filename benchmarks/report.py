@@ -35,6 +35,7 @@ AUTO = "auto budget 0.2"
 #: Names of the models by `model` of the rows.
 NAMES = {"mochi": "Mochi", "cogvideox": "CogVideoX-5B", "wan": "Wan 14B", "flux": "Flux"}
 NAMES |= {"wan22": "Wan 2.2 14B", "wan1.3b": "Wan 1.3B", "hunyuan": "HunyuanVideo"}
+NAMES |= {"qwen": "Qwen-Image", "zimage": "Z-Image", "sd35": "SD3.5 large"}
 
 
 def read(name: str) -> list[Row]:
@@ -98,8 +99,16 @@ def all_runs() -> str:
         name, *numbers, gpu = _run(row)
         name += f", {row['steps']} steps, cfg {row['cfg']:g}, {plain(row['config'])}"
         name += ", extrapolated" * ("extrapolated" in row)
-        lines.append([name, *numbers, f"{gpu}, {row['commit']}"])
-    return _runs_table(("run", "start_percent", "without", "with", "speedup", "GPU, commit"), lines)
+        lines.append([name, *numbers, _memory(row), f"{gpu}, {row['commit']}"])
+    head = ("run", "start_percent", "without", "with", "speedup", "most memory", "GPU, commit")
+    return _runs_table(head, lines)
+
+
+def _memory(row: Row) -> str:
+    """Most memory of a run on the GPU, and of one without the node where that was read."""
+    found = (row.get(name) for name in ("default_peak_gib", "peak_gib"))
+    numbers = " -> ".join(f"{gib:.1f}" for gib in found if gib is not None)
+    return f"{numbers} GiB" if numbers else ""
 
 
 def _run(row: Row) -> list[str]:

@@ -4,7 +4,7 @@
 COMFYUI_DIR=<checkout> python -m benchmarks.whole_run [--models mochi,flux] [--topk 0.2]
     [--mode "auto quality" --quality high fast] [--again] [--start-percent 0.2 0.1] [--steps 20]
 COMFYUI_DIR=<checkout> python -m benchmarks.whole_run --models wan22 --cfg 3.5 [--one-by-one]
-COMFYUI_DIR=<checkout> python -m benchmarks.whole_run --models wan --with easycache compile fp8
+COMFYUI_DIR=<checkout> python -m benchmarks.whole_run --models wan --with easycache compile int8 fp8
 
 The models have random weights, and the sampler is ComfyUI's own: Euler. run_seconds is the time of
 all sampling, ratio that of the default run over it: no node, no companion. seconds has each model
@@ -48,7 +48,7 @@ from benchmarks.companions import ALONE, COMPILED, FP8, Companion
 from benchmarks.timing import ROOT, add_row, commit
 
 AUTO_QUALITY = "auto quality"
-COMPANIONS = ("easycache", "compile", "fp8")
+COMPANIONS = ("easycache", "compile", "int8", "sage", "fp8")
 WARM_UP_STEPS = 2  # before a default run of --again, whose first steps tell nothing of ours
 
 
@@ -105,6 +105,7 @@ def measure_calls(host: Host, model: VideoModel, args: argparse.Namespace, write
                 default, default_seconds = sampled[-1], line["run_seconds"]
             else:
                 line["default_run_seconds"] = default_seconds
+                line["default_peak_gib"] = round(default.peak_gib, 3)
                 line["ratio"] = round(default_seconds / line["run_seconds"], 3)
                 line["rel_l2_call"] = relative_l2(sampled[-1].first_call, default.first_call)
                 line["rel_l2_latent"] = relative_l2(sampled[-1].latent, default.latent)
@@ -119,6 +120,10 @@ def chosen_companions(args: argparse.Namespace) -> Iterator[Companion]:
         yield companions.easycache(args.reuse_threshold)
     if "compile" in args.companions:
         yield COMPILED
+    if "int8" in args.companions:
+        yield companions.INT8
+    if "sage" in args.companions:
+        yield companions.SAGE
     if "fp8" in args.companions:  # the last one, for it takes another model
         yield FP8
 
