@@ -28,7 +28,9 @@ NOTE = "MarkdownNote"
 LOADERS = ("UNETLoader", "SpargeCogVideoXLoad", "CheckpointLoaderSimple")
 SAMPLERS = ("KSampler", "KSamplerAdvanced")
 #: Folders of models/.
-FOLDERS = ("checkpoints", "diffusion_models", "latent_upscale_models", "text_encoders", "vae")
+FOLDERS = (
+    *("checkpoints", "diffusion_models", "latent_upscale_models", "loras", "text_encoders", "vae"),
+)
 #: Latent frames of that many frames, where it is not every fourth and the first.
 LATENT_FRAMES: dict[str, Callable[[int], int]] = {
     "EmptyMochiLatentVideo": lambda frames: (frames - 1) // 6 + 1,
