@@ -173,9 +173,7 @@ def _checked_threshold(name: str, value: PerHead, low: float, high: float) -> Pe
     return scalar
 
 
-def with_topk(
-    default: SparsePolicy, topk: PerHead, others: Mapping[str, object]
-) -> SparsePolicy:
+def with_topk(default: SparsePolicy, topk: PerHead, others: Mapping[str, object]) -> SparsePolicy:
     """Policy of a caller who gives a topk alone.
 
     others: arguments that choose blocks too, by name. Raises ValueError where one is given.

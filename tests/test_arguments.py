@@ -178,7 +178,7 @@ def test_calls_that_raise_do_not_count(make_qkv, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ValueError, match="key_lengths go down to 100"):
         lengths = torch.tensor([100], dtype=torch.int32)
         attention(q, k, v, stats=stats, order=SQUARE, key_lengths=lengths)
-    assert (stats.calls, stats.blocks_kept, stats.density) == (0, 0, 1.0)
+    assert (stats.sparse_calls, stats.blocks_kept, stats.density) == (0, 0, 1.0)
 
     def refuse(*_: Any) -> None:
         raise Unsupported("too long")
@@ -186,6 +186,6 @@ def test_calls_that_raise_do_not_count(make_qkv, monkeypatch: pytest.MonkeyPatch
     with monkeypatch.context() as patch, pytest.raises(Unsupported, match="too long"):
         patch.setattr(on_reference, "attend", refuse)
         attention(q, k, v, stats=stats)
-    assert stats.calls == 0
+    assert stats.sparse_calls == 0
     attention(q, k, v, stats=stats)
-    assert stats.calls == 1
+    assert stats.sparse_calls == 1

@@ -60,8 +60,8 @@ def test_a_pipeline_without_a_transformer_is_refused() -> None:
 
 
 def calls_of(handle: Handle) -> int:
-    assert handle.result is not None and handle.result.counts.sparse
-    return handle.result.counts.sparse
+    assert handle.stats is not None and handle.stats.counts.sparse
+    return handle.stats.counts.sparse
 
 
 @pytest.mark.parametrize("make_copy", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
@@ -99,7 +99,7 @@ def test_a_pass_with_gradients_is_native_and_measures_nothing(mode: str) -> None
             gradients.append(weight.grad)
             weight.grad = None
             if handle is not None:
-                result = handle.result
+                result = handle.stats
                 assert result is not None and not result.counts.sparse and not result.notes
                 assert "no backward pass" in next(iter(result.counts.reasons))
                 handle.disable()
@@ -148,12 +148,12 @@ def test_a_handle_that_is_replaced_while_a_block_runs(again: bool, thread: Any) 
     with at_call(attention, 3, thread(act)):  # in the second step, with the prompt
         out = tiny(2)
     assert 0 < rel_l2(out, native) < EIGHT_BIT
-    assert first.result is not None and first.result.counts.sparse == 5
+    assert first.stats is not None and first.stats.counts.sparse == 5
     assert first.models == []
     for second in handles:
-        assert second.result is not None and second.result.counts.sparse == 2
+        assert second.stats is not None and second.stats.counts.sparse == 2
         tiny(2)
-        assert second.result.counts.sparse == 8
+        assert second.stats.counts.sparse == 8
         second.disable()
     assert torch.equal(tiny(2), native)
     assert not any("forward" in vars(part) for part in tiny.pipe.transformer.modules())
@@ -188,7 +188,7 @@ def test_a_model_that_two_threads_run_serves_one_and_says_so() -> None:
             out = passes(model, pipe, 1)
         assert torch.equal(others[0], native[1]) and said(handle)
         assert 0 < rel_l2(out, native[0]) < EIGHT_BIT
-        assert handle.result is not None and handle.result.counts.sparse == 4
+        assert handle.stats is not None and handle.stats.counts.sparse == 4
         in_a_thread(lambda: others.append(passes(model, pipe, 2)))()
         assert 0 < rel_l2(others[1], native[1]) < EIGHT_BIT and not said(handle)
     assert torch.equal(passes(model, pipe, 1), native[0])

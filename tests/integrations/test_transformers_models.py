@@ -105,7 +105,7 @@ def test_a_copy_of_a_sparse_model_has_the_attention_that_it_had_before(
     with enable(model, WHOLE, LEAST) as sparse:
         copied = make_copy(model)
         assert torch.equal(copied(ids, use_cache=False).logits, own)
-        assert sparse.stats.sparse_calls + sparse.stats.exact_calls == 0
+        assert sparse.stats.sparse_calls + sparse.stats.dense_calls == 0
         with enable(copied, WHOLE, LEAST) as of_copy:
             model(ids, use_cache=False)
             assert not torch.equal(copied(ids, use_cache=False).logits, own)
@@ -142,7 +142,7 @@ with torch.inference_mode():
     except KeyError as error:
         assert not with_another and "sparge_enabled" in str(error), error
 if with_another:
-    assert other.stats.sparse_calls + other.stats.exact_calls == 0
+    assert other.stats.sparse_calls + other.stats.dense_calls == 0
 """
 
 
