@@ -11,7 +11,6 @@ FlexAttention in bf16 without it, of tokens that lie in the order already; rel_l
 from __future__ import annotations
 
 import argparse
-import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,37 +39,36 @@ def gaps(order: TokenOrder, grid: TokenGrid) -> Tensor:
 
 def of_places(order: TokenOrder, near: Tensor) -> Rule:
     """Rule of the self-attention of one grid, for all heads: `near` (query blocks, key blocks)."""
-    on = functools.cache(near.to)
 
     def rule(call: TorchCall) -> Any:
         q, k = call.query, call.key
         if not q.shape[2] == k.shape[2] == order.tokens:
             return None  # cross-attention, or text alone
-        return {"order": order, "block_mask": on(q.device).expand(*q.shape[:2], -1, -1)}
+        return {"order": order, "block_mask": near.expand(*q.shape[:2], -1, -1)}
 
     return rule
 
 
-def sliding_tiles(grid: TokenGrid, window: tuple[int, int, int]) -> Rule:
+def sliding_tiles(grid: TokenGrid, window: tuple[int, int, int], device: str) -> Rule:
     """Sliding tiles (STA): blocks see those within a window of frames, rows and columns."""
-    order = grid_order(grid)
-    return of_places(order, (gaps(order, grid) < torch.tensor(window)).all(-1))
+    order = grid_order(grid).on(device)
+    return of_places(order, (gaps(order, grid) < torch.tensor(window, device=device)).all(-1))
 
 
-def radial(grid: TokenGrid, reach: int) -> Rule:
+def radial(grid: TokenGrid, reach: int, device: str) -> Rule:
     """Radial attention: the further apart two blocks are in time, the nearer in space."""
-    order = grid_order(grid)
+    order = grid_order(grid).on(device)
     frames, rows, columns = gaps(order, grid).unbind(-1)
     return of_places(order, rows.maximum(columns) * (1 + frames) < reach)
 
 
-def by_content(grid: TokenGrid, share: float) -> Rule:
+def by_content(grid: TokenGrid, share: float, device: str) -> Rule:
     """Blocks by the products of their means, as VSA's coarse stage: a share for each query block,
     chosen anew in each call."""
-    order = grid_order(grid)
+    order = grid_order(grid).on(device)
+    slots = order.slot_token
 
     def means(x: Tensor, size: int) -> Tensor:
-        slots = order.on(x.device).slot_token
         rows = x[:, :, slots.clamp(min=0)].masked_fill((slots < 0).unsqueeze(-1), 0)
         rows = pad(rows, (0, 0, 0, -len(slots) % size)).unflatten(2, (-1, size))
         held = pad(slots >= 0, (0, -len(slots) % size)).unflatten(0, (-1, size)).sum(-1)
@@ -91,7 +89,6 @@ def by_content(grid: TokenGrid, share: float) -> Rule:
 def flex_work(order: TokenOrder, kept: Tensor, qkv: Any) -> Callable[[], Tensor]:
     """FlexAttention over the blocks `kept` (1, H, query blocks, key blocks), of tokens as they lie
     in the order; gives (1, H, slots, D)."""
-    order = order.on(kept.device)
     held = (slots := pad(order.slot_token, (0, -order.slots % 128), value=-1)) >= 0
     kept = kept | order.keys_exact | order.queries_exact.unsqueeze(-1)
     kept = pad(kept, (0, order.slots // 64 % 2))
@@ -119,7 +116,7 @@ def timed(shape: Shape, name: str, rule: Any, qkv: Any, seconds: float) -> dict[
         "flex_ms": flex_work(order, options["block_mask"], qkv),
         "sdpa_ms": lambda: scaled_dot_product_attention(*qkv),
     }
-    flex = work["flex_ms"]()[:, :, order.on(out.device).token_slots[0].long()]
+    flex = work["flex_ms"]()[:, :, order.token_slots[0].long()]
     row = {"shape": shape.name, "rule": name, "density": round(stats.density, 4)}
     row |= {field: round(median_within(each, seconds)[0], 3) for field, each in work.items()}
     where = {"gpu": gpu_name(), "torch": torch.__version__, "commit": commit()}
@@ -138,9 +135,9 @@ def main() -> None:
     for shape in (SHAPES[name] for name in options.shapes.split(",")):
         grid, qkv = shape.grid, draw(shape)
         rules = {
-            "sliding tiles": sliding_tiles(grid, (4, 8, 8)),
-            "radial": radial(grid, 16),
-            "by content": by_content(grid, 0.2),
+            "sliding tiles": sliding_tiles(grid, (4, 8, 8), "cuda"),
+            "radial": radial(grid, 16, "cuda"),
+            "by content": by_content(grid, 0.2, "cuda"),
         }
         for name, rule in rules.items():
             add_row(timed(shape, name, rule, qkv, options.seconds), options.out)

@@ -33,9 +33,8 @@ _MAYBE_TENSOR = (*_TENSOR, NoneType)
 _BYTES = (torch.bool, torch.uint8, torch.int8)
 _DEFAULT = SparsePolicy()
 PACKED = (
-    "cu_seqlens is of sequences that are packed into one, which one call does not serve: call "
-    'attention for each of them, as q[None, start:end] with layout="NHD", or pad them to one '
-    "length and give key_lengths."
+    "cu_seqlens is of packed sequences, which one call does not serve: call attention for each, as "
+    'q[None, start:end] with layout="NHD", or pad them to one length and give key_lengths.'
 )
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _trace = torch._C._get_tracing_state

@@ -174,22 +174,16 @@ def _checked_threshold(name: str, value: PerHead, low: float, high: float) -> Pe
 
 
 def with_topk(default: SparsePolicy, topk: PerHead, others: Mapping[str, object]) -> SparsePolicy:
-    """Policy of a caller who gives a topk alone.
-
-    others: arguments that choose blocks too, by name. Raises ValueError where one is given.
-    """
+    """Policy of a caller who gives a topk alone; ValueError beside `others` that choose blocks."""
     if given := [name for name, value in others.items() if value is not None]:
         raise ValueError(
             f"topk and {given[0]} are given, and each says what is kept: leave one of them out."
         )
-    if type(topk) is not float or torch.compiler.is_compiling():
-        return replace(default, topk=topk)
-    return _of_topk(default, topk)
+    keeps = type(topk) is float and not torch.compiler.is_compiling()
+    return (_kept if keeps else replace)(default, topk=topk)
 
 
-@lru_cache(maxsize=64)
-def _of_topk(default: SparsePolicy, topk: float) -> SparsePolicy:
-    return replace(default, topk=topk)
+_kept = lru_cache(maxsize=64)(replace)
 
 
 #: Dense attention in 8 bits: every block is kept, and nothing is filtered.

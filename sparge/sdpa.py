@@ -57,13 +57,8 @@ class RuleOptions(TypedDict, total=False):
 
 #: Rule of a caller: what is kept of a call that may be sparse; None keeps it exact.
 Rule = Callable[[TorchCall], RuleOptions | SparsePolicy | None]
+Keep = SparsePolicy | Rule | None
 _RULED = tuple(RuleOptions.__annotations__)
-
-
-def check_policy(policy: object) -> None:
-    if not callable(policy):
-        give = "a SparsePolicy, say SparsePolicy(topk=0.3), or a rule: a function of a call"
-        check_kind("policy", policy, SparsePolicy, give)
 
 
 def options_of(policy: SparsePolicy | Rule, call: TorchCall) -> RuleOptions | None:
@@ -81,10 +76,7 @@ def options_of(policy: SparsePolicy | Rule, call: TorchCall) -> RuleOptions | No
 
 
 def sdpa(
-    policy: SparsePolicy | Rule | None = None,
-    min_tokens: int = MIN_TOKENS,
-    *,
-    topk: PerHead | None = None,
+    policy: Keep = None, min_tokens: int = MIN_TOKENS, *, topk: PerHead | None = None
 ) -> SdpaMode:
     """Context in which calls of `scaled_dot_product_attention` are sparse where they can be, in any
     model and also in graphs of torch.compile. Others are torch's own, unchanged.
@@ -95,10 +87,10 @@ def sdpa(
     of bools is read by the GPU in each call; other masks are read by the host, which waits for
     the GPU, each time unless PyTorch says that the same object was not changed.
 
-    policy: what to keep; without it half of the key blocks, and always the first. Or a rule of your
-        own, which is given each call that may be sparse, as a `TorchCall`, and gives a policy or a
-        dict of `attention`'s keywords (`RuleOptions`), or None for a call that stays exact.
-    topk: share of the key blocks that is kept, beside the first, in place of a policy.
+    policy: what to keep; without it half of the key blocks, and always the first. Or a rule: it is
+        given each call that may be sparse, a `TorchCall`, and gives a policy, `RuleOptions`, or
+        None for a call that stays exact.
+    topk: in place of a policy; the first block is kept beside it.
     """
     return SdpaMode(Substitute.checked(policy, min_tokens, CallStats(of_context=True), topk))
 
@@ -113,7 +105,7 @@ def sdpa_call(
     scale: float | None = None,
     enable_gqa: bool = False,
     *,
-    policy: SparsePolicy | Rule | None = None,
+    policy: Keep = None,
     topk: PerHead | None = None,
     min_tokens: int = MIN_TOKENS,
     stats: CallStats | None = None,
@@ -140,16 +132,14 @@ class Substitute:
 
     @classmethod
     def checked(
-        cls,
-        policy: SparsePolicy | Rule | None,
-        min_tokens: int,
-        stats: CallStats | None,
-        topk: PerHead | None = None,
+        cls, policy: Keep, min_tokens: int, stats: CallStats | None, topk: PerHead | None = None
     ) -> Substitute:
         if topk is not None:
             policy = with_topk(DEFAULT_POLICY, topk, {"policy": policy})
         policy = DEFAULT_POLICY if policy is None else policy
-        check_policy(policy)
+        if not callable(policy):
+            give = "a SparsePolicy, say SparsePolicy(topk=0.3), or a rule: a function of a call"
+            check_kind("policy", policy, SparsePolicy, give)
         if stats is not None:
             check_kind("stats", stats, CallStats, "a sparge.CallStats()")
         return cls(policy, whole_number("min_tokens", min_tokens, 0), stats)
@@ -163,17 +153,12 @@ class Substitute:
 
     def options(self, call: TorchCall, padded: bool) -> RuleOptions | None:
         """Keywords of `attention` for a call, or None likewise. padded: keys are cut off."""
-        why, options = why_exact(call, self.min_tokens), None
-        if not why:
-            options = options_of(self.policy, call)
-            if options is None:
-                why = BY_RULE
-            elif padded and ("order" in options or "block_mask" in options):
-                why = PADDED
-        if why:
-            count_exact(self.stats, why)
-            return None
-        return options
+        why = why_exact(call, self.min_tokens)
+        options = None if why else options_of(self.policy, call)
+        if options is not None and not (padded and ("order" in options or "block_mask" in options)):
+            return options
+        count_exact(self.stats, why or (BY_RULE if options is None else PADDED))
+        return None
 
     def tried(self, device: torch.device, attend: Callable[[], Tensor]) -> Tensor | None:
         """Sparse result of attend(), or None where it is refused or has no kernels, which is

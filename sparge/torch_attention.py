@@ -33,8 +33,7 @@ def exact_attention(*arguments: Any, **named: Any) -> Tensor:
 
 
 class TorchCall(NamedTuple):
-    """Arguments of `scaled_dot_product_attention`, by its names and defaults, and what is known of
-    the model that calls it."""
+    """Arguments of `scaled_dot_product_attention`, and what is known of the model that calls it."""
 
     query: Tensor
     key: Tensor

@@ -103,10 +103,9 @@ def check_block_mask(block_mask: Tensor | None, q: Tensor, k: Tensor, slots: int
     queries, keys = (x.shape[2] if slots is None else slots for x in (q, k))
     expected = (*q.shape[:2], block_count(queries, QUERY_BLOCK), block_count(keys, KEY_BLOCK))
     if tuple(block_mask.shape) != expected:
-        of_order = "" if slots is None else " in the slots of the order"
         raise ValueError(
-            f"block_mask has shape {tuple(block_mask.shape)}; {q.shape[2]} queries and "
-            f"{k.shape[2]} keys{of_order} take {expected}: one entry for {QUERY_BLOCK} queries x "
+            f"block_mask has shape {tuple(block_mask.shape)}; {queries} queries and {keys} keys "
+            f"(slots, with an order) take {expected}: one entry for {QUERY_BLOCK} queries x "
             f"{KEY_BLOCK} keys, on every GPU."
         )
     if block_mask.device != q.device:

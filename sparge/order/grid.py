@@ -116,8 +116,7 @@ class TokenOrder:
     least_keys: int | None = None
     """Fewest keys that lengths may leave; None where they may cut none off."""
     segments: tuple[Segment, ...] = ()
-    """Empty in an order of a permutation or taken from another sequence: there they are not in one
-    piece."""
+    """Empty in an order of a permutation or another sequence: there they are not in one piece."""
     facts: str = field(default="", init=False, repr=False)
     """`OrderFacts` as text."""
     # Not given, so that `replace` makes new ones: copies hold these blocks.
@@ -159,43 +158,32 @@ class TokenOrder:
         cls, permutation: Tensor, *, exact_prefix: int = 0, exact_suffix: int = 0
     ) -> TokenOrder:
         """Order of your own, on the CPU: slots take the tokens as `permutation` (tokens,) int names
-        them, without empty ones in between. Waits for its device.
-
-        exact_prefix, exact_suffix: how many of the first and of the last that it names are exact,
-            such as text; they have blocks of their own. Lengths of keys do not go with such orders.
-
-        Raises:
-            ValueError: the permutation does not name every token once, or all of them are exact.
-        """
+        them, the first and the last of them, as many as are exact, in blocks of their own. Lengths
+        of keys do not go with it. Waits for its device. Raises ValueError where it does not name
+        every token once, or all of them are exact."""
         named = _checked_permutation("permutation", permutation).cpu()
         between = len(named) - exact_prefix - exact_suffix
         row = TokenGrid(1, 1, between, prefix=exact_prefix, suffix=exact_suffix)
         return _order_of_kinds(row, (OrderKind.ROWS,), 0).taken_from(named.argsort())
 
     def block_ranges(self, grid: TokenGrid) -> tuple[Tensor, Tensor]:
-        """Where query blocks and key blocks lie on the grid of the order: (query_blocks, 3, 2) and
-        (key_blocks, 3, 2) int64, on the order's device: in frames, rows and columns the first of a
-        block, and the one after its last. 0 and 0 in a block without tokens of the grid.
-
-        They are of the first token order, whose blocks a `block_mask` names.
-        """
+        """Where the blocks of the first token order, which a `block_mask` is of, lie on its grid:
+        (query_blocks, 3, 2) and (key_blocks, 3, 2) int64, the first frame, row and column of a
+        block, and those after its last. 0 and 0 in a block without tokens of the grid."""
         if grid.tokens != self.tokens:
-            raise ValueError(
-                f"The grid has {grid.tokens} tokens and the order {self.tokens}: give its own grid."
-            )
-        token = self.slot_token.long() - grid.prefix
-        cells = token // grid.frame_tokens, token % grid.frame_tokens // grid.width
-        place = torch.stack([*cells, token % grid.width], -1)
-        outside = ((token < 0) | (cells[0] >= grid.frames)).unsqueeze(-1)
+            raise ValueError(f"The grid has {grid.tokens} tokens and the order {self.tokens}.")
+        empty = 0, -self.slots % QUERY_BLOCK
+        token = torch.nn.functional.pad(self.slot_token, empty, value=EMPTY).long() - grid.prefix
+        frame, cell = token // grid.frame_tokens, token % grid.frame_tokens
+        place = torch.stack([frame, cell // grid.width, cell % grid.width], -1)
+        outside = ((frame < 0) | (frame >= grid.frames)).unsqueeze(-1)
         first, end = place.masked_fill(outside, self.tokens), (place + 1).masked_fill(outside, 0)
 
         def of_blocks(size: int) -> Tensor:
-            fill = 0, 0, 0, -self.slots % size
-            least = torch.nn.functional.pad(first, fill, value=self.tokens)
-            most = torch.nn.functional.pad(end, fill).unflatten(0, (-1, size)).amax(1)
-            return torch.stack([least.unflatten(0, (-1, size)).amin(1).minimum(most), most], -1)
+            most = end.unflatten(0, (-1, size)).amax(1)
+            return torch.stack([first.unflatten(0, (-1, size)).amin(1).minimum(most), most], -1)
 
-        return of_blocks(QUERY_BLOCK), of_blocks(KEY_BLOCK)
+        return of_blocks(QUERY_BLOCK), of_blocks(KEY_BLOCK)[: self.key_blocks]
 
     def on(self, device: torch.device | str) -> TokenOrder:
         """Copy of this order on `device`, made once: call it before attention is recorded.

@@ -69,12 +69,11 @@ def route(
     pairs = _pairs(x, is_causal)
     valid = pairs > 0
     nothing = torch.zeros_like(valid)
-    keys, queries = _exact(x, policy)
+    exact = _exact(x, policy) & valid
     if block_mask is not None:
-        exact = keys | queries.unsqueeze(-1)
-        return Route((block_mask.bool() | exact) & valid, nothing, pairs)
+        return Route((block_mask.bool() & valid) | exact, nothing, pairs)
     forced, dense = _forced(x, policy, valid, is_causal)
-    forced, dense = (forced | keys) & valid, (dense | queries).unsqueeze(-1)
+    forced = forced | exact
     ranked = valid & ~forced
 
     upstream = x.order is None and head_settings is None
@@ -140,9 +139,8 @@ def _pairs(x: Operands, is_causal: bool) -> Tensor:
     return pairs.unsqueeze(1).expand(-1, x.heads, -1, -1)
 
 
-def _exact(x: Operands, policy: SparsePolicy) -> tuple[Tensor, Tensor]:
-    """Key blocks (B or 1, 1, 1, nk) that every query block keeps, and query blocks (nq,) that keep
-    everything: those that hold exact tokens, and the sink."""
+def _exact(x: Operands, policy: SparsePolicy) -> Tensor:
+    """Blocks (B or 1, 1, nq, nk) that a mask keeps too: of exact queries or keys, and the sink."""
     if x.order is None:
         lengths = x.key_counts.sum(-1, keepdim=True)
         keys = _holds_exact(x.key_counts, KEY_BLOCK, lengths, policy)[:, None, None]
@@ -151,21 +149,20 @@ def _exact(x: Operands, policy: SparsePolicy) -> tuple[Tensor, Tensor]:
         keys, queries = x.order.keys_exact[None, None, None], x.order.queries_exact
     if policy.attention_sink:
         keys = keys | (torch.arange(keys.shape[-1], device=keys.device) == 0)
-    return keys, queries
+    return keys | queries.unsqueeze(-1)
 
 
 def _forced(
     x: Operands, policy: SparsePolicy, valid: Tensor, is_causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """Blocks (B, H, nq, nk) that are kept unasked, and query blocks (B, H, nq) that drop nothing,
-    beside what is exact."""
+    """Forced blocks (B, H, nq, nk) beside exact ones, and query blocks that drop nothing."""
     threshold = per_head(policy.simthreshd1, x.heads, valid.device).unsqueeze(-1)
     similar = by_query_head(x.k_self_similarity, x.heads) > threshold
     dense = ~(x.q_self_similarity > threshold)  # not "<=": a NaN is never dropped either
     forced = ~similar.unsqueeze(-2)
     if is_causal and policy.keep_diagonal:
         forced = forced | touches_diagonal(valid)
-    return forced, dense
+    return forced & valid, dense.unsqueeze(-1)
 
 
 def _holds_exact(counts: Tensor, size: int, length: Tensor | int, policy: SparsePolicy) -> Tensor:

@@ -154,11 +154,8 @@ class Call:
         head_settings: HeadSettings | None = None,
         ruled: RuleOptions | None = None,
     ) -> Tensor:
-        """Raises sparge.Unsupported where the library cannot serve the call.
-
-        ruled: what a rule says of it, beside which the policy's text stays exact. Where that names
-            blocks and no order, they are of the tokens as they come.
-        """
+        """Raises sparge.Unsupported where the library cannot serve the call. ruled: what a rule
+        says of it, beside which text stays exact; of blocks without an order, as tokens come."""
         block_mask = None
         if ruled is not None:
             ends = {"exact_prefix": policy.exact_prefix, "exact_suffix": policy.exact_suffix}
@@ -183,8 +180,7 @@ class Call:
 
     def as_torchs(self, layer: int, grid: TokenGrid | None) -> TorchCall:
         """The same, as a rule sees it."""
-        named = {"scale": self.scale, "enable_gqa": self.shares_keys}
-        return TorchCall(*self.qkv, **named, layer=layer, grid=grid)
+        return TorchCall(*self.qkv, None, 0.0, False, self.scale, self.shares_keys, layer, grid)
 
     def eight_bit(self) -> Tensor:
         """Result of 8-bit dense attention. Raises sparge.Unsupported likewise."""

@@ -451,7 +451,6 @@ class Report:
 
     @property
     def density(self) -> float:
-        """Share of the query-key pairs that the sparse calls computed."""
         return self.densities.of_sparse_calls
 
     @property

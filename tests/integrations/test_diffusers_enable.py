@@ -36,9 +36,13 @@ EIGHT_BIT = 0.03
     [
         ({"mode": "auto"}, "mode is 'auto'; it takes one of"),
         ({"mode": "fast"}, 'a quality goes by its name: quality="fast"'),
-        ({"topk": 0.2}, 'topk given with mode "auto quality": mode "auto quality" takes quality'),
+        ({"mode": "auto quality", "topk": 0.2}, 'mode "auto quality" takes quality, mode "auto b'),
+        ({"quality": "fast", "topk": 0.2}, 'quality and topk given with mode "auto quality"'),
+        ({"quality": 3}, "value is 3; an error or a density is from 0 to 1"),
+        ({"mode": 0.3}, "policy is 0.3; give a SparsePolicy"),
+        ({"mode": abs, "policy": sparge.SparsePolicy()}, "policy is given twice"),
         ({"mode": "manual", "quality": "fast"}, 'mode "manual" takes topk or policy'),
-        ({"policy": sparge.SparsePolicy()}, 'policy given with mode "auto quality"'),
+        ({"mode": "auto budget", "policy": abs}, 'policy given with mode "auto budget"'),
         ({"mode": "manual", "policy": 0.3}, "policy is 0.3; give a SparsePolicy"),
         (
             {"mode": "manual", "policy": sparge.SparsePolicy(), "topk": 0.2},
@@ -62,6 +66,46 @@ def test_a_pipeline_without_a_transformer_is_refused() -> None:
 def calls_of(handle: Handle) -> int:
     assert handle.stats is not None and handle.stats.counts.sparse
     return handle.stats.counts.sparse
+
+
+@pytest.mark.parametrize(
+    ("given", "aim"),
+    [
+        ({"quality": 0.2}, "a mean error of 0.2"),
+        ({"topk": 0.3}, "a mean density of 30 %"),
+        ({"policy": sparge.SparsePolicy()}, "None"),
+    ],
+)
+def test_the_mode_follows_from_what_is_given(given: dict[str, Any], aim: str) -> None:
+    tiny = ALL["Wan 2.1"]()
+    with enable(tiny.pipe, **given, min_tokens=100) as handle:
+        tiny(1)
+    assert handle.stats is not None and str(handle.stats.aim) == aim
+
+
+def test_a_rule_says_what_is_kept_of_each_call() -> None:
+    """Steps and text are the session's; errors of the rule are the caller's."""
+    tiny, seen, given = ALL["CogVideoX"](), [], {"min_tokens": 100, "start_percent": 0.5}
+    native, grid = tiny(2), sparge.TokenGrid(*tiny.grid, prefix=TEXT)
+    tokens = grid.tokens
+    nothing = torch.zeros(2, 2, -(-tokens // 128), -(-tokens // 64))
+
+    def rule(call: sparge.TorchCall) -> Any:
+        seen.append((call.layer, call.grid))
+        return {"block_mask": nothing} if call.layer else None
+
+    with enable(tiny.pipe, rule, **given) as handle:
+        tiny(2)
+    stats = handle.stats
+    assert seen == [(0, grid), (1, grid)]
+    assert stats is not None and (stats.sparse_calls, stats.dense_calls) == (1, 3)
+    assert stats.reasons["the rule of the caller keeps it exact"] == 1
+    of_text = 128 * tokens + (tokens - 128) * 64  # the first block of queries, and of keys
+    assert stats.density == pytest.approx(of_text / tokens**2)
+    wrong: Any = lambda call: 1 / 0  # noqa: E731
+    with enable(tiny.pipe, wrong, **given), pytest.raises(ZeroDivisionError):
+        tiny(2)
+    assert torch.equal(tiny(2), native)
 
 
 @pytest.mark.parametrize("make_copy", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])

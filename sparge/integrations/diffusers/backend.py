@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention backend "sparge" of diffusers, for transformers that choose theirs by name.
-
-import sparge.integrations.diffusers  # with the policy of sparge.sdpa
-pipe.transformer.set_attention_backend("sparge")
+"""Attention backend "sparge" of diffusers, for transformers that choose theirs by name. The import
+of this package registers it with the policy of `sparge.sdpa`.
 
 stats = register_backend(SparsePolicy(topk=0.3))  # with another one, and counts
 pipe.transformer.set_attention_backend("sparge")
@@ -17,8 +15,8 @@ from typing import Any
 from torch import Tensor
 
 from ...errors import Unsupported
-from ...policy import PerHead, SparsePolicy
-from ...sdpa import MIN_TOKENS, Rule, Substitute
+from ...policy import PerHead
+from ...sdpa import MIN_TOKENS, Keep, Substitute
 from ...stats import CallStats
 from ...torch_attention import TorchCall
 
@@ -34,17 +32,14 @@ NO_REGISTRY = (
 
 
 def register_backend(
-    policy: SparsePolicy | Rule | None = None,
-    min_tokens: int = MIN_TOKENS,
-    *,
-    topk: PerHead | None = None,
+    policy: Keep = None, min_tokens: int = MIN_TOKENS, *, topk: PerHead | None = None
 ) -> CallStats:
     """Adds the backend "sparge" to those of diffusers; gives what counts its calls.
 
     Sparse are the calls that `sparge.sdpa` makes sparse, and by the same policy, rule or topk; the
     others go to diffusers' backend "native", with their reason counted. It knows nothing of text,
     grid or steps: where a pipeline has a row, `enable` keeps more of the picture at the same speed.
-    The import of this package calls it without arguments; once more it replaces policy and counts.
+    Once more it replaces policy and counts.
 
     Raises:
         Unsupported: this version of diffusers has no such list.

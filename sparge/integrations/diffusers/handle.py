@@ -18,7 +18,7 @@ from ...compiling import has_been_traced
 from ...failures import MEANT_FOR_HOST, Failures
 from ...kernels.warmup import Needs
 from ...policy import SparsePolicy
-from ...sdpa import Rule, check_policy
+from ...sdpa import Keep, Substitute
 from ...session import (
     AUTO_BUDGET,
     AUTO_QUALITY,
@@ -46,7 +46,6 @@ logger = logging.getLogger("sparge")
 _TRANSFORMERS = ("transformer", "transformer_2")
 #: Arguments beside the mode that say how sparse to be, by mode.
 _GOALS = {AUTO_QUALITY: ("quality",), AUTO_BUDGET: ("topk",), MANUAL: ("topk", "policy")}
-_MODE_OF = {"quality": AUTO_QUALITY, "topk": AUTO_BUDGET, "policy": MANUAL}
 
 NOT_RUN = "The pipeline has not run since it was enabled."
 REPLACED = (
@@ -80,11 +79,11 @@ _enabled: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Handle]] = (
 
 def enable(
     pipe: Any,
-    mode: str | SparsePolicy | Rule | None = None,
+    mode: str | Keep = None,
     *,
     quality: str | float | None = None,
     topk: float | None = None,
-    policy: SparsePolicy | Rule | None = None,
+    policy: Keep = None,
     start_percent: float = 0.1,
     end_percent: float = 1.0,
     min_tokens: int = 4096,
@@ -99,14 +98,13 @@ def enable(
             it is moved, offloaded or compiled.
         mode: "auto quality": heads are measured, and made as sparse as `quality` allows; "auto
             budget": they are measured, and share out `topk`; "manual": all follow one policy.
-            Without one it follows from the next three; a policy or a rule may take its place.
+            Without one the next three say it; a policy or a rule may stand in its place.
         quality: "high", "balanced" (without one) or "fast", or a mean error such as 0.05; for mode
             "auto quality".
         topk: share of the attention that sparse steps compute, in the mean of the heads ("auto
             budget") or in each ("manual"); 0.5 without one.
-        policy: for mode "manual", in place of `topk`: a policy, or a rule as `sparge.sdpa` takes
-            one, whose calls have `layer` and `grid`. Text stays exact whatever it says; of a rule
-            that gives an order, what the order says.
+        policy: for mode "manual", in place of `topk`; or a rule, as `sparge.sdpa` takes one, whose
+            calls have `layer` and `grid`. Text stays exact whatever it says; an order says itself.
         start_percent, end_percent: steps before and after these shares of the run are dense.
         min_tokens: attention over fewer tokens is exact.
         dense_blocks: blocks whose attention stays dense, such as "0-2, -1".
@@ -125,12 +123,11 @@ def enable(
     goals = {"quality": quality, "topk": topk, "policy": policy}
     given = {name: goal for name, goal in goals.items() if goal is not None}
     if mode is None:
-        mode = next((_MODE_OF[name] for name in given), AUTO_QUALITY)
+        mode = next((each for each, names in _GOALS.items() if {*given} & {*names}), AUTO_QUALITY)
     if mode in _GOALS and (len(given) > 1 or not {*given} <= {*_GOALS[mode]}):
         takes = (f'mode "{each}" takes {" or ".join(names)}' for each, names in _GOALS.items())
         raise ValueError(f'{" and ".join(given)} given with mode "{mode}": {", ".join(takes)}.')
-    if policy is not None:
-        check_policy(policy)
+    Substitute.checked(policy, min_tokens, None)
     settings = Settings(
         mode=mode,
         start_percent=start_percent,
@@ -168,7 +165,7 @@ class Handle:
         pipe: Any,
         transformers: list[torch.nn.Module],
         settings: Settings,
-        policy: SparsePolicy | Rule | None,
+        policy: Keep,
     ) -> None:
         self._pipe, self._settings, self._policy = pipe, settings, policy
         self._run: Session | None = None
@@ -227,8 +224,7 @@ class Handle:
 
     @property
     def stats(self) -> Report | None:
-        """Counts of the last run, as those of `sparge.sdpa`, and what was measured in it; None
-        before there is one. Waits for the GPU."""
+        """Counts and facts of the last run; None before there is one. Waits for the GPU."""
         if self._run is None:
             return None
         return self._run.report(stopped=not self._steps.is_last)

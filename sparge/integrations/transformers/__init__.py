@@ -7,8 +7,6 @@ sparse = enable(model, sparge.SparsePolicy(topk=0.3, attention_sink=True))
 model.generate(**inputs)
 print(sparse.report())
 sparse.disable()
-
-Or by its name, with the policy of `sparge.sdpa`: model.set_attn_implementation("sparge").
 """
 
 from .enable import SparseModel, enable

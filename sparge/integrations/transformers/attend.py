@@ -18,8 +18,8 @@ from ...stats import count_exact
 from ...torch_attention import TorchCall, as_autocast
 from .causal_mask import CausalMask, Prefill, prefill
 
-#: Names of our implementation: of models that `enable` makes sparse, and of those that take it by
-#: its name alone, with the rules of `sparge.sdpa`. And of that which computes what stays exact.
+#: Names of our implementation: as `enable` sets it, and as others may, with the policy of
+#: `sparge.sdpa`; and of that which computes what stays exact.
 NAME, BY_NAME, EXACT = "sparge_enabled", "sparge", "sdpa"
 #: Rules of sparse models, by the identity of each configuration that names their attention. A copy
 #: of one is another object, so it has none, and its calls are exact.
@@ -79,10 +79,7 @@ def attend(
     long, layer = queries >= max(2, substitute.min_tokens), getattr(module, "layer_idx", None)
     own = (getattr(module, "indexer", None), others.get("softcap"), others.get("s_aux"))
     if any(each is not None for each in own):
-        raise Unsupported(
-            f"{type(module).__name__} caps logits, has learned sinks or chooses keys itself, which "
-            "sparse attention does not know: set its own attention implementation."
-        )
+        raise Unsupported(f"{type(module).__name__} caps logits, has sinks or chooses keys itself.")
     if why := _why_own(module, key, others):
         count_exact(substitute.stats, why)
     elif isinstance(attention_mask, CausalMask):

@@ -14,8 +14,8 @@ from transformers import (
 
 from ...checks.argument import check_kind
 from ...errors import Unsupported
-from ...policy import PerHead, SparsePolicy
-from ...sdpa import MIN_TOKENS, Rule, Substitute
+from ...policy import PerHead
+from ...sdpa import MIN_TOKENS, Keep, Substitute
 from ...stats import CallStats
 from .attend import BY_NAME, EXACT, NAME, attend, mask, rules
 
@@ -71,7 +71,7 @@ _enabled: dict[int, SparseModel] = {}
 
 def enable(
     model: PreTrainedModel,
-    policy: SparsePolicy | Rule | None = None,
+    policy: Keep = None,
     min_tokens: int = MIN_TOKENS,
     *,
     topk: PerHead | None = None,
@@ -84,9 +84,8 @@ def enable(
 
     model: also in the wrapper that torch.compile gives.
     policy: without it half of the key blocks, and always the first one. Text needs the first
-        (`attention_sink=True`): a head that looks for nothing looks there. Or a rule, as
-        `sparge.sdpa` takes it.
-    topk: in place of a policy; the first block is kept beside it.
+        (`attention_sink=True`): a head that looks for nothing looks there. Or a rule, or topk, as
+        `sparge.sdpa` takes them.
 
     Raises:
         Unsupported: the model cannot have PyTorch's attention or has "eager", does not take its
