@@ -208,7 +208,7 @@ def _kernels(args: argparse.Namespace) -> AbstractContextManager[Any]:
 
 
 def _facts(handle: Handle) -> dict[str, Any]:
-    result = handle.result
+    result = handle.stats
     assert result is not None
     return {
         "density": result.densities.of_sparse_calls, "sparse": result.counts.sparse,

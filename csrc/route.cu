@@ -4,7 +4,7 @@
 // Semantics   score = mean(Q block) . mean(K block) * scale in float32 (the log of a block's mass), or by head the error that
 //             pooling the block makes (route/error.cuh). Forced are blocks that fail the self-similarity gate or hold exact
 //             tokens, the sink or the causal diagonal. Among the rest top-k or cumulative mass decides, ties to the lower index.
-//             Or a caller's block mask is packed. Heads that ask for as many blocks as there are score nothing.
+//             Or a caller's block mask is packed, and what is exact. Heads that ask for as many blocks as there are score nothing.
 // Output      block_map, one bit a key block (a 1,861-block row takes 236 bytes where a uint16 list would take 3.7 KB),
 //             and the pair counters behind `density`.
 // Strategy    A thread block scores 16 query blocks of one head together, on tensor cores (route/product.cuh), so each K mean is

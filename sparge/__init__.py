@@ -14,6 +14,7 @@ from .padding import KeyPadding, key_padding
 from .policy import Precision, SparsePolicy
 from .sdpa import sdpa, sdpa_call
 from .stats import AttentionStats, CallStats
+from .torch_attention import TorchCall
 from .version import __version__
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "SparsePolicy",
     "TokenGrid",
     "TokenOrder",
+    "TorchCall",
     "Unsupported",
     "__version__",
     "attention",

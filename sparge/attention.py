@@ -14,10 +14,11 @@ from torch.autograd import forward_ad
 from .call import CheckedCall, check_call, check_gradients
 from .checks.validate import Alignment
 from .compiling import transform_level
+from .errors import Unsupported
 from .head_settings import HeadSettings
 from .kernels import capabilities
 from .order.grid import TokenOrder
-from .policy import SparsePolicy
+from .policy import PerHead, SparsePolicy, with_topk
 from .stages import op
 from .stages.bottom_right import run_bottom_right
 from .stages.kind import CallRules, CallTensors, key_of, rules_text
@@ -31,6 +32,10 @@ _TENSOR = (Tensor, torch.nn.Parameter)
 _MAYBE_TENSOR = (*_TENSOR, NoneType)
 _BYTES = (torch.bool, torch.uint8, torch.int8)
 _DEFAULT = SparsePolicy()
+PACKED = (
+    "cu_seqlens is of packed sequences, which one call does not serve: call attention for each, as "
+    'q[None, start:end] with layout="NHD", or pad them to one length and give key_lengths.'
+)
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _trace = torch._C._get_tracing_state
 
@@ -38,6 +43,7 @@ _trace = torch._C._get_tracing_state
 class _Options(TypedDict, total=False):
     """Keywords of ``attention`` that do not change what it returns."""
 
+    topk: PerHead | None
     layout: str
     out_layout: str | None
     is_causal: bool
@@ -77,6 +83,7 @@ def attention(
     v: Tensor,
     policy: SparsePolicy | None = None,
     *,
+    topk: PerHead | None = None,
     layout: str = "HND",
     out_layout: str | None = None,
     is_causal: bool = False,
@@ -89,6 +96,7 @@ def attention(
     stats: AttentionStats | None = None,
     output_dtype: torch.dtype | None = None,
     return_lse: bool = False,
+    cu_seqlens: object = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Block-sparse attention, a replacement for ``scaled_dot_product_attention`` without a mask.
 
@@ -97,6 +105,7 @@ def attention(
             bf16); any strides with a contiguous last dimension; D up to 128.
         k, v: as q, with Hkv heads, H a multiple of Hkv; dtypes may differ from q's.
         policy: what to keep and how to compute; the default keeps half of the key blocks.
+        topk: share of the key blocks that is kept, in place of a policy.
         out_layout: layout of the result, ``layout`` when None.
         is_causal: query i sees keys 0..i, element by element, of as many keys as queries.
         causal: the same for any numbers of them: "top-left", query i sees keys 0..i; or
@@ -105,7 +114,8 @@ def attention(
         scale: softmax scale, D ** -0.5 when None.
         key_lengths: (B,) int32; keys at and beyond it are never read. With an order they may cut
             the tokens after the grid, and nothing of the grid.
-        block_mask: (B, H, ceil(Nq / 128), ceil(Nk / 64)), nonzero keeps; replaces routing.
+        block_mask: (B, H, ceil(Nq / 128), ceil(Nk / 64)), nonzero keeps; replaces routing. Sink and
+            exact tokens are kept beside it. With an order it is of the blocks of its slots.
         order: from ``grid_order``: tokens that lie close together share blocks, and its exact
             tokens replace the policy's. q, k, v and the result stay as they come.
         head_settings: density, pool weight, output scale, router (what ranks blocks) and order of
@@ -115,6 +125,7 @@ def attention(
         return_lse: also return the natural log-sum-exp (B, H, Nq) float32 over the kept keys. With
             8-bit operands on sm_90a it is that of the weights as rounded to E4M3, as is the result
             (docs/experiments.md, Log-sum-exp of 8-bit operands).
+        cu_seqlens: refused, with a sentence that says how packed sequences are served.
 
     Returns:
         The result; with ``return_lse`` a pair of it and the log-sum-exp. Rows that see no key are 0
@@ -127,6 +138,11 @@ def attention(
         KernelBuildError: a kernel does not compile, and no other target can take over: there is
             none, or calls use this one already; ``log`` says why.
     """
+    if topk is not None:
+        others = {"policy": policy, "block_mask": block_mask, "head_settings": head_settings}
+        policy = with_topk(_DEFAULT, topk, others)
+    if cu_seqlens is not None:
+        raise Unsupported(PACKED)
     policy = _DEFAULT if policy is None else policy
     out_layout = layout if out_layout is None else out_layout
     counters = stats.counters if isinstance(stats, AttentionStats) else None

@@ -84,7 +84,7 @@ def check_call(
     check_values(k, v)
     check_pair(q, v, "v")
     check_key_lengths(key_lengths, q)
-    check_block_mask(block_mask, q, k)
+    check_block_mask(block_mask, q, k, None if order is None else order.slots)
     check_gradients(q, k, v, policy, block_mask, head_settings)
     is_causal = flag("is_causal", is_causal)
     queries, keys = q.shape[2], k.shape[2]
@@ -92,10 +92,9 @@ def check_call(
     if is_causal or causal is not None:
         ends_with_keys = ends_with_the_keys(is_causal, causal, queries, keys)
         is_causal = True
-    if (order is not None or head_settings is not None) and block_mask is not None:
+    if head_settings is not None and block_mask is not None:
         raise ValueError(
-            "block_mask replaces routing, which order and head_settings are about: give one or the "
-            "other."
+            "block_mask replaces routing, which head_settings are about: give one or the other."
         )
     if order is not None:
         _check_order(order, queries, keys, is_causal, key_lengths)
@@ -171,7 +170,7 @@ def _check_order(
         )
     if key_lengths is not None and order.least_keys is None:
         raise Unsupported(
-            "key_lengths and an order that was taken from another sequence do not go together: "
+            "key_lengths and an order of a permutation or another sequence do not go together: "
             "what they cut off stands in several places. Leave one of them out."
         )
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import enum
 import math
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -169,6 +171,19 @@ def _checked_threshold(name: str, value: PerHead, low: float, high: float) -> Pe
     if not low <= scalar <= high:
         raise ValueError(f"{name} is {shown(value)}; it takes a number from {low:g} to {high:g}.")
     return scalar
+
+
+def with_topk(default: SparsePolicy, topk: PerHead, others: Mapping[str, object]) -> SparsePolicy:
+    """Policy of a caller who gives a topk alone; ValueError beside `others` that choose blocks."""
+    if given := [name for name, value in others.items() if value is not None]:
+        raise ValueError(
+            f"topk and {given[0]} are given, and each says what is kept: leave one of them out."
+        )
+    keeps = type(topk) is float and not torch.compiler.is_compiling()
+    return (_kept if keeps else replace)(default, topk=topk)
+
+
+_kept = lru_cache(maxsize=64)(replace)
 
 
 #: Dense attention in 8 bits: every block is kept, and nothing is filtered.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -18,10 +18,12 @@ from torch._C import _len_torch_function_stack
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from .attention import attention
-from .checks.argument import check_kind, whole_number
+from .checks.argument import check_kind, shown, whole_number
 from .compiling import keep_to_graphs
+from .head_settings import HeadSettings
+from .order.grid import TokenOrder
 from .padding import torch_mask_padding
-from .policy import SparsePolicy
+from .policy import PerHead, SparsePolicy, with_topk
 from .stats import CallStats, count_exact, opened
 from .torch_attention import (
     NO_KERNEL,
@@ -40,9 +42,42 @@ INTERLEAVED = (
     "Another context was opened in this one and outlived it, as in a generator: calls in both were "
     "served and counted by the one that was opened last."
 )
+BY_RULE = "the rule of the caller keeps it exact"
+PADDED = "padding, beside blocks that a rule names: they are of keys that nobody cuts off"
 
 
-def sdpa(policy: SparsePolicy | None = None, min_tokens: int = MIN_TOKENS) -> SdpaMode:
+class RuleOptions(TypedDict, total=False):
+    """Keywords of `sparge.attention` that a rule gives."""
+
+    policy: SparsePolicy | None
+    order: TokenOrder | None
+    block_mask: Tensor | None
+    head_settings: HeadSettings | None
+
+
+#: Rule of a caller: what is kept of a call that may be sparse; None keeps it exact.
+Rule = Callable[[TorchCall], RuleOptions | SparsePolicy | None]
+Keep = SparsePolicy | Rule | None
+_RULED = tuple(RuleOptions.__annotations__)
+
+
+def options_of(policy: SparsePolicy | Rule, call: TorchCall) -> RuleOptions | None:
+    """What a policy or a rule says of a call."""
+    found = policy if isinstance(policy, SparsePolicy) else policy(call)
+    if isinstance(found, SparsePolicy):
+        return {"policy": found}
+    if found is None or (isinstance(found, dict) and all(name in _RULED for name in found)):
+        return found
+    given = ", ".join(map(str, found)) if isinstance(found, dict) else shown(found)
+    raise ValueError(
+        f"The rule gave {given}; it gives None (the call stays exact), a SparsePolicy, or a dict "
+        f"of {', '.join(_RULED)}, as attention takes them."
+    )
+
+
+def sdpa(
+    policy: Keep = None, min_tokens: int = MIN_TOKENS, *, topk: PerHead | None = None
+) -> SdpaMode:
     """Context in which calls of `scaled_dot_product_attention` are sparse where they can be, in any
     model and also in graphs of torch.compile. Others are torch's own, unchanged.
 
@@ -52,9 +87,12 @@ def sdpa(policy: SparsePolicy | None = None, min_tokens: int = MIN_TOKENS) -> Sd
     of bools is read by the GPU in each call; other masks are read by the host, which waits for
     the GPU, each time unless PyTorch says that the same object was not changed.
 
-    policy: what to keep; without it half of the key blocks, and always the first.
+    policy: what to keep; without it half of the key blocks, and always the first. Or a rule: it is
+        given each call that may be sparse, a `TorchCall`, and gives a policy, `RuleOptions`, or
+        None for a call that stays exact.
+    topk: in place of a policy; the first block is kept beside it.
     """
-    return SdpaMode(Substitute.checked(policy, min_tokens, CallStats(of_context=True)))
+    return SdpaMode(Substitute.checked(policy, min_tokens, CallStats(of_context=True), topk))
 
 
 def sdpa_call(
@@ -67,7 +105,8 @@ def sdpa_call(
     scale: float | None = None,
     enable_gqa: bool = False,
     *,
-    policy: SparsePolicy | None = None,
+    policy: Keep = None,
+    topk: PerHead | None = None,
     min_tokens: int = MIN_TOKENS,
     stats: CallStats | None = None,
 ) -> Tensor:
@@ -75,7 +114,7 @@ def sdpa_call(
     torch's own by the rules of `sdpa`. Where a function is replaced by it, `functools.partial`
     gives the last three.
     """
-    rules = Substitute.checked(policy, min_tokens, stats)
+    rules = Substitute.checked(policy, min_tokens, stats, topk)
     call = TorchCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     out = rules.sparse(call)
     if out is None:
@@ -87,26 +126,39 @@ def sdpa_call(
 class Substitute:
     """What stands in for torch's attention, for calls that it can serve."""
 
-    policy: SparsePolicy
+    policy: SparsePolicy | Rule
     min_tokens: int
     stats: CallStats | None
 
     @classmethod
     def checked(
-        cls, policy: SparsePolicy | None, min_tokens: int, stats: CallStats | None
+        cls, policy: Keep, min_tokens: int, stats: CallStats | None, topk: PerHead | None = None
     ) -> Substitute:
+        if topk is not None:
+            policy = with_topk(DEFAULT_POLICY, topk, {"policy": policy})
         policy = DEFAULT_POLICY if policy is None else policy
-        check_kind("policy", policy, SparsePolicy, "a SparsePolicy, say SparsePolicy(topk=0.3)")
+        if not callable(policy):
+            give = "a SparsePolicy, say SparsePolicy(topk=0.3), or a rule: a function of a call"
+            check_kind("policy", policy, SparsePolicy, give)
         if stats is not None:
             check_kind("stats", stats, CallStats, "a sparge.CallStats()")
         return cls(policy, whole_number("min_tokens", min_tokens, 0), stats)
 
     def sparse(self, call: TorchCall) -> Tensor | None:
         """Sparse result, or None for a call that stays torch's, whose reason was counted."""
-        if why := why_exact(call, self.min_tokens):
-            count_exact(self.stats, why)
+        options = self.options(call, call.attn_mask is not None)
+        if options is None:
             return None
-        return self.tried(call.query.device, lambda: self._attend(call))
+        return self.tried(call.query.device, lambda: self._attend(call, options))
+
+    def options(self, call: TorchCall, padded: bool) -> RuleOptions | None:
+        """Keywords of `attention` for a call, or None likewise. padded: keys are cut off."""
+        why = why_exact(call, self.min_tokens)
+        options = None if why else options_of(self.policy, call)
+        if options is not None and not (padded and ("order" in options or "block_mask" in options)):
+            return options
+        count_exact(self.stats, why or (BY_RULE if options is None else PADDED))
+        return None
 
     def tried(self, device: torch.device, attend: Callable[[], Tensor]) -> Tensor | None:
         """Sparse result of attend(), or None where it is refused or has no kernels, which is
@@ -122,7 +174,7 @@ class Substitute:
         count_exact(self.stats, why)
         return None
 
-    def _attend(self, call: TorchCall) -> Tensor:
+    def _attend(self, call: TorchCall, options: RuleOptions) -> Tensor:
         query, key, value, lengths = *call[:3], None
         if call.attn_mask is not None:
             key, value, lengths = torch_mask_padding(call.attn_mask).apply(key, value)
@@ -132,12 +184,12 @@ class Substitute:
             query,
             key,
             value,
-            self.policy,
             out_layout="NHD" if tokens_first else "HND",
             causal="top-left" if call.is_causal else None,
             scale=call.scale,
             key_lengths=lengths,
             stats=None if self.stats is None else self.stats.on(query.device),
+            **options,
         )
         return out.transpose(1, 2) if tokens_first else out
 

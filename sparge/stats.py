@@ -60,7 +60,7 @@ class AttentionStats:
             self._calls += 1
 
     @property
-    def calls(self) -> int:
+    def sparse_calls(self) -> int:
         """Number of calls that raised nothing."""
         return self._calls + int(self._calls_in_graphs)
 
@@ -129,10 +129,10 @@ class CallStats:
 
     @property
     def sparse_calls(self) -> int:
-        return sum(stats.calls for stats in self._by_device.values())
+        return sum(stats.sparse_calls for stats in self._by_device.values())
 
     @property
-    def exact_calls(self) -> int:
+    def dense_calls(self) -> int:
         return sum(self.reasons.values())
 
     @property
@@ -142,7 +142,7 @@ class CallStats:
         return _density(list(self._by_device.values()))
 
     def __str__(self) -> str:
-        sparse, exact = self.sparse_calls, self.exact_calls
+        sparse, exact = self.sparse_calls, self.dense_calls
         if not sparse + exact:
             return self.remark or NO_CALLS
         computed = f" computed {self.density:.1%} of their attention" if sparse else ""

@@ -19,6 +19,7 @@ from .compiling import transform_level
 from .errors import KernelBuildError
 from .kernels import DriverError, capabilities
 from .kernels.warmup import why_no_kernel
+from .order.grid import TokenGrid
 
 #: Function that `torch.nn.functional` had when the library was imported.
 TORCH_ATTENTION = scaled_dot_product_attention
@@ -32,7 +33,7 @@ def exact_attention(*arguments: Any, **named: Any) -> Tensor:
 
 
 class TorchCall(NamedTuple):
-    """Arguments of `scaled_dot_product_attention`, by its names and defaults."""
+    """Arguments of `scaled_dot_product_attention`, and what is known of the model that calls it."""
 
     query: Tensor
     key: Tensor
@@ -42,6 +43,10 @@ class TorchCall(NamedTuple):
     is_causal: bool = False
     scale: float | None = None
     enable_gqa: bool = False
+    layer: int | None = None
+    """Number of the layer in its model."""
+    grid: TokenGrid | None = None
+    """Grid of the sequence."""
 
 
 #: Errors of kernels that cannot be had; the model can do without.

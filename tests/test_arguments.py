@@ -64,7 +64,12 @@ ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"return_lse": "no"}, "return_lse is 'no'; it takes True or False"),
     ({"order": TokenGrid(2, 8, 10)}, "order is a .*TokenGrid; give what grid_order makes"),
     ({"order": SQUARE, "is_causal": True}, "do not go together"),
-    ({"order": SQUARE, "block_mask": torch.ones(1, 2, 2, 4)}, "give one or the other"),
+    ({"head_settings": HALF, "block_mask": torch.ones(1, 2, 2, 4)}, "give one or the other"),
+    ({"order": SQUARE, "block_mask": torch.ones(1, 2, 1, 4)}, r"slots, with.* \(1, 2, 2, 4\)"),
+    *(({"topk": 0.3, name: x}, f"topk and {name} are given") for name, x in (
+        ("policy", SPARSE), ("head_settings", HALF), ("block_mask", torch.ones(1, 2, 2, 4)),
+    )),
+    ({"cu_seqlens": torch.tensor([0, 256])}, "call attention for each"),
     ({"order": grid_order(TokenGrid(1, 8, 8))}, "the token order is one of 64 tokens"),
     ({"head_settings": 0.3}, "head_settings is 0.3; give what HeadSettings"),
     ({"head_settings": SCALED, "is_causal": True}, "later keys.*leave it out"),
@@ -178,7 +183,7 @@ def test_calls_that_raise_do_not_count(make_qkv, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ValueError, match="key_lengths go down to 100"):
         lengths = torch.tensor([100], dtype=torch.int32)
         attention(q, k, v, stats=stats, order=SQUARE, key_lengths=lengths)
-    assert (stats.calls, stats.blocks_kept, stats.density) == (0, 0, 1.0)
+    assert (stats.sparse_calls, stats.blocks_kept, stats.density) == (0, 0, 1.0)
 
     def refuse(*_: Any) -> None:
         raise Unsupported("too long")
@@ -186,6 +191,6 @@ def test_calls_that_raise_do_not_count(make_qkv, monkeypatch: pytest.MonkeyPatch
     with monkeypatch.context() as patch, pytest.raises(Unsupported, match="too long"):
         patch.setattr(on_reference, "attend", refuse)
         attention(q, k, v, stats=stats)
-    assert stats.calls == 0
+    assert stats.sparse_calls == 0
     attention(q, k, v, stats=stats)
-    assert stats.calls == 1
+    assert stats.sparse_calls == 1

@@ -78,15 +78,15 @@ def test_blocks_without_a_pair_do_not_count(make_qkv, is_causal: bool) -> None:
 def test_stats_add_up_over_calls(make_qkv) -> None:
     q, k, v = make_qkv(1, 2, 640, 64)
     stats = sparge.AttentionStats("cpu")
-    assert (stats.density, stats.calls, stats.blocks_kept) == (1.0, 0, 0)
+    assert (stats.density, stats.sparse_calls, stats.blocks_kept) == (1.0, 0, 0)
     attention(q, k, v, SparsePolicy(topk=0.2), stats=stats)
     assert stats.density == pytest.approx(0.2)
     assert stats.blocks_kept == 2 * 5 * 2  # of 2 heads and 5 query blocks, 2 of 10
     attention(q, k, v, DENSE, stats=stats)
     assert stats.density == pytest.approx(0.6) and stats.blocks_kept == 2 * 5 * (2 + 10)
-    assert (stats.calls, stats.pv_skipped_share) == (2, 0)
+    assert (stats.sparse_calls, stats.pv_skipped_share) == (2, 0)
     stats.reset()
-    assert (stats.density, stats.calls) == (1.0, 0)
+    assert (stats.density, stats.sparse_calls) == (1.0, 0)
     q, k[:, :, :64] = q + 1, k[:, :, :64] + 2
     attention(q, k, v, SparsePolicy(topk=1.0, pvthreshd=2.0), stats=stats)
     assert 0.5 < stats.pv_skipped_share <= 0.9

@@ -51,18 +51,22 @@ struct Rules {
 
   SPARGE_DEVICE i32 keys(i32 j) const { return key_counts[j]; }
   SPARGE_DEVICE bool valid(i32 j) const { return keys(j) > 0; }
+  // Exact whatever a ranking or a mask says: the sink, and blocks that hold exact tokens.
+  SPARGE_DEVICE bool exact(i32 j) const {
+    return (p.attention_sink && j == 0) ||
+           (p.keys_exact ? p.keys_exact[j] != 0 : touches_exact(p, j * kKeyBlock, keys(j), key_length));
+  }
+  SPARGE_DEVICE bool exact(const Row& row) const {
+    return p.queries_exact ? p.queries_exact[row.block] != 0
+                           : touches_exact(p, row.first_query, row.queries, p.problem.queries);
+  }
   // How many keys the block has, with kStandsForced where it is attended to unasked.
   SPARGE_DEVICE u8 standing(i32 j) const {
     const i32 count = keys(j);
     const bool similar = k_similarity[j] > simthreshd1;
-    const bool exact = p.keys_exact ? p.keys_exact[j] != 0 : touches_exact(p, j * kKeyBlock, count, key_length);
-    return static_cast<u8>(count <= 0 ? 0 : (p.attention_sink && j == 0) || exact || !similar ? count | kStandsForced : count);
+    return static_cast<u8>(count <= 0 ? 0 : exact(j) || !similar ? count | kStandsForced : count);
   }
-  SPARGE_DEVICE bool dense(const Row& row) const {
-    return (p.queries_exact ? p.queries_exact[row.block] != 0
-                            : touches_exact(p, row.first_query, row.queries, p.problem.queries)) ||
-           !(p.q_similarity[row.at(p)] > simthreshd1);
-  }
+  SPARGE_DEVICE bool dense(const Row& row) const { return exact(row) || !(p.q_similarity[row.at(p)] > simthreshd1); }
 };
 
 SPARGE_DEVICE void note_standing(u8* standing, const Rules& rules, i32 key_blocks) {
@@ -108,14 +112,14 @@ SPARGE_DEVICE void write_map(const RouteParams& p, const Row& row, Keys&& keys, 
   }
 }
 
-// Keeps the valid blocks; with a mask, those that it names.
+// Keeps the valid blocks; with a mask, those that it names, and what is exact.
 SPARGE_DEVICE void map_without_scores(const RouteParams& p, const Row& row, const Rules& rules) {
-  const u8* mask = p.block_mask;
+  const u8* mask = p.block_mask && !rules.exact(row) ? p.block_mask : nullptr;
   if (mask) mask += row.b * p.mask_stride[0] + row.head * p.mask_stride[1] + row.block * p.mask_stride[2];
   auto keys = [&](i32 j) { return rules.keys(j); };
   write_map(p, row, keys, [&](i32 j, bool& valid) {
     valid = valid && rules.valid(j) && j < row.seen;
-    return valid && (!mask || mask[j * p.mask_stride[3]] != 0);
+    return valid && (!mask || mask[j * p.mask_stride[3]] != 0 || rules.exact(j));
   });
 }
 

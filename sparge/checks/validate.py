@@ -95,19 +95,17 @@ def check_key_lengths(key_lengths: Tensor | None, q: Tensor) -> None:
         raise ValueError(f"key_lengths must be contiguous and on {q.device}, as q is.")
 
 
-def check_block_mask(block_mask: Tensor | None, q: Tensor, k: Tensor) -> None:
+def check_block_mask(block_mask: Tensor | None, q: Tensor, k: Tensor, slots: int | None) -> None:
+    """slots: of the token order, whose blocks they are then."""
     if block_mask is None:
         return
     check_tensor("block_mask", block_mask, "one entry for each block of queries and of keys")
-    expected = (
-        *q.shape[:2],
-        block_count(q.shape[2], QUERY_BLOCK),
-        block_count(k.shape[2], KEY_BLOCK),
-    )
+    queries, keys = (x.shape[2] if slots is None else slots for x in (q, k))
+    expected = (*q.shape[:2], block_count(queries, QUERY_BLOCK), block_count(keys, KEY_BLOCK))
     if tuple(block_mask.shape) != expected:
         raise ValueError(
-            f"block_mask has shape {tuple(block_mask.shape)}; {q.shape[2]} queries and "
-            f"{k.shape[2]} keys take {expected}: one entry for {QUERY_BLOCK} queries x "
+            f"block_mask has shape {tuple(block_mask.shape)}; {queries} queries and {keys} keys "
+            f"(slots, with an order) take {expected}: one entry for {QUERY_BLOCK} queries x "
             f"{KEY_BLOCK} keys, on every GPU."
         )
     if block_mask.device != q.device:

@@ -122,9 +122,7 @@ def block_sparse_sage2_attn_cuda(
     `attention_sink` adds the first block of 64 keys for every query.
     """
     mask = read_block_mask(mask_id, q, k, tensor_layout)
-    if attention_sink:
-        mask[..., 0] = True
-    policy = SparsePolicy(smooth_k=smooth_k, pvthreshd=pvthreshd)
+    policy = SparsePolicy(smooth_k=smooth_k, pvthreshd=pvthreshd, attention_sink=attention_sink)
     return _attend(
         q, k, v, policy, dropout_p, return_sparsity, return_lse, layout=tensor_layout, scale=scale,
         block_mask=mask, output_dtype=output_dtype,

@@ -116,7 +116,7 @@ class TokenOrder:
     least_keys: int | None = None
     """Fewest keys that lengths may leave; None where they may cut none off."""
     segments: tuple[Segment, ...] = ()
-    """Empty in an order that was taken from another sequence: there they are not in one piece."""
+    """Empty in an order of a permutation or another sequence: there they are not in one piece."""
     facts: str = field(default="", init=False, repr=False)
     """`OrderFacts` as text."""
     # Not given, so that `replace` makes new ones: copies hold these blocks.
@@ -152,6 +152,38 @@ class TokenOrder:
     @property
     def query_blocks(self) -> int:
         return block_count(self.slots, QUERY_BLOCK)
+
+    @classmethod
+    def of_permutation(
+        cls, permutation: Tensor, *, exact_prefix: int = 0, exact_suffix: int = 0
+    ) -> TokenOrder:
+        """Order of your own, on the CPU: slots take the tokens as `permutation` (tokens,) int names
+        them, the first and the last of them, as many as are exact, in blocks of their own. Lengths
+        of keys do not go with it. Waits for its device. Raises ValueError where it does not name
+        every token once, or all of them are exact."""
+        named = _checked_permutation("permutation", permutation).cpu()
+        between = len(named) - exact_prefix - exact_suffix
+        row = TokenGrid(1, 1, between, prefix=exact_prefix, suffix=exact_suffix)
+        return _order_of_kinds(row, (OrderKind.ROWS,), 0).taken_from(named.argsort())
+
+    def block_ranges(self, grid: TokenGrid) -> tuple[Tensor, Tensor]:
+        """Where the blocks of the first token order, which a `block_mask` is of, lie on its grid:
+        (query_blocks, 3, 2) and (key_blocks, 3, 2) int64, the first frame, row and column of a
+        block, and those after its last. 0 and 0 in a block without tokens of the grid."""
+        if grid.tokens != self.tokens:
+            raise ValueError(f"The grid has {grid.tokens} tokens and the order {self.tokens}.")
+        empty = 0, -self.slots % QUERY_BLOCK
+        token = torch.nn.functional.pad(self.slot_token, empty, value=EMPTY).long() - grid.prefix
+        frame, cell = token // grid.frame_tokens, token % grid.frame_tokens
+        place = torch.stack([frame, cell // grid.width, cell % grid.width], -1)
+        outside = ((frame < 0) | (frame >= grid.frames)).unsqueeze(-1)
+        first, end = place.masked_fill(outside, self.tokens), (place + 1).masked_fill(outside, 0)
+
+        def of_blocks(size: int) -> Tensor:
+            most = end.unflatten(0, (-1, size)).amax(1)
+            return torch.stack([first.unflatten(0, (-1, size)).amin(1).minimum(most), most], -1)
+
+        return of_blocks(QUERY_BLOCK), of_blocks(KEY_BLOCK)[: self.key_blocks]
 
     def on(self, device: torch.device | str) -> TokenOrder:
         """Copy of this order on `device`, made once: call it before attention is recorded.
@@ -195,18 +227,8 @@ class TokenOrder:
         Raises:
             ValueError: places do not name every token once.
         """
-        check_tensor("places", places, "the token at each place, as dealt_places makes it")
-        device, tokens = self.slot_tokens.device, self.tokens
-        taken = places.to(device, torch.int64)
-        if places.is_floating_point() or not torch.equal(
-            taken.sort().values, torch.arange(tokens, device=device)
-        ):
-            raise ValueError(
-                f"places is {places.dtype} of shape {tuple(places.shape)}; give the numbers from 0 "
-                f"to {tokens - 1}, each once: the token of the order that stands at each place."
-            )
-        place_of = torch.empty_like(self.token_slots[0])
-        place_of[taken] = torch.arange(tokens, dtype=torch.int32, device=device)
+        taken = _checked_permutation("places", places, self.tokens).to(self.slot_tokens.device)
+        place_of = taken.argsort().int()
         moved = place_of[self.slot_tokens.clamp(min=0).long()]
         return replace(
             self,
@@ -229,6 +251,19 @@ class TokenOrder:
         token = self.slot_token
         valid = (token != EMPTY) & (token < key_lengths.to(token.device).unsqueeze(-1))
         return valid.unflatten(-1, (-1, KEY_BLOCK)).sum(-1, dtype=torch.int32)
+
+
+def _checked_permutation(name: str, value: Tensor, tokens: int | None = None) -> Tensor:
+    """`value` as int64. tokens: how many it names, any number where nothing says so."""
+    check_tensor(name, value, "the number of each token, each once")
+    tokens = value.numel() if tokens is None else tokens
+    whole = torch.arange(tokens, device=value.device)
+    if value.is_floating_point() or not torch.equal(value.long().sort().values, whole):
+        raise ValueError(
+            f"{name} is {value.dtype} of shape {tuple(value.shape)}; give the numbers from 0 to "
+            f"{tokens - 1}, each once: the tokens in the order that they stand in."
+        )
+    return value.long()
 
 
 def grid_order(grid: TokenGrid, variant: int = 0) -> TokenOrder:

@@ -57,7 +57,7 @@ def route(
     block_mask: Tensor | None = None,
 ) -> Route:
     """Chooses blocks by the rules of `policy`, at the density of `head_settings` where they are
-    given; or takes those of `block_mask` (B, H, nq, nk) that hold a pair.
+    given; or takes those of `block_mask` (B, H, nq, nk) that hold a pair, and what is exact.
 
     Forced blocks (exact tokens, sink, diagonal, self-similarity) take no part in the ranking and
     come on top of the density. An order says itself which tokens are exact; without one the
@@ -69,9 +69,11 @@ def route(
     pairs = _pairs(x, is_causal)
     valid = pairs > 0
     nothing = torch.zeros_like(valid)
+    exact = _exact(x, policy) & valid
     if block_mask is not None:
-        return Route(block_mask.bool() & valid, nothing, pairs)
+        return Route((block_mask.bool() & valid) | exact, nothing, pairs)
     forced, dense = _forced(x, policy, valid, is_causal)
+    forced = forced | exact
     ranked = valid & ~forced
 
     upstream = x.order is None and head_settings is None
@@ -137,25 +139,30 @@ def _pairs(x: Operands, is_causal: bool) -> Tensor:
     return pairs.unsqueeze(1).expand(-1, x.heads, -1, -1)
 
 
-def _forced(
-    x: Operands, policy: SparsePolicy, valid: Tensor, is_causal: bool
-) -> tuple[Tensor, Tensor]:
-    """Forced blocks (B, H, nq, nk), and query blocks that drop nothing, broadcastable to them."""
-    threshold = per_head(policy.simthreshd1, x.heads, valid.device).unsqueeze(-1)
-    similar = by_query_head(x.k_self_similarity, x.heads) > threshold
-    dense = ~(x.q_self_similarity > threshold)  # not "<=": a NaN is never dropped either
+def _exact(x: Operands, policy: SparsePolicy) -> Tensor:
+    """Blocks (B or 1, 1, nq, nk) that a mask keeps too: of exact queries or keys, and the sink."""
     if x.order is None:
         lengths = x.key_counts.sum(-1, keepdim=True)
         keys = _holds_exact(x.key_counts, KEY_BLOCK, lengths, policy)[:, None, None]
         queries = _holds_exact(x.query_counts, QUERY_BLOCK, x.n_queries, policy)
     else:
-        keys, queries = x.order.keys_exact, x.order.queries_exact
-    forced = ~similar.unsqueeze(-2) | keys
+        keys, queries = x.order.keys_exact[None, None, None], x.order.queries_exact
     if policy.attention_sink:
-        forced = forced | (torch.arange(forced.shape[-1], device=valid.device) == 0)
+        keys = keys | (torch.arange(keys.shape[-1], device=keys.device) == 0)
+    return keys | queries.unsqueeze(-1)
+
+
+def _forced(
+    x: Operands, policy: SparsePolicy, valid: Tensor, is_causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Forced blocks (B, H, nq, nk) beside exact ones, and query blocks that drop nothing."""
+    threshold = per_head(policy.simthreshd1, x.heads, valid.device).unsqueeze(-1)
+    similar = by_query_head(x.k_self_similarity, x.heads) > threshold
+    dense = ~(x.q_self_similarity > threshold)  # not "<=": a NaN is never dropped either
+    forced = ~similar.unsqueeze(-2)
     if is_causal and policy.keep_diagonal:
         forced = forced | touches_diagonal(valid)
-    return forced & valid, (dense | queries).unsqueeze(-1)
+    return forced & valid, dense.unsqueeze(-1)
 
 
 def _holds_exact(counts: Tensor, size: int, length: Tensor | int, policy: SparsePolicy) -> Tensor:

@@ -20,8 +20,9 @@ from ..head_settings import HeadSettings
 from ..order.grid import TokenGrid, TokenOrder
 from ..padding import CAPTURED, as_rows, is_real, key_padding, real_first
 from ..policy import EIGHT_BIT_DENSE, SparsePolicy
+from ..sdpa import RuleOptions
 from ..stats import AttentionStats
-from ..torch_attention import exact_attention
+from ..torch_attention import TorchCall, exact_attention
 from ..weak_cache import WeakTensorCache
 from .schedule import Settings
 from .tokens import TokenLayout
@@ -151,8 +152,16 @@ class Call:
         stats: AttentionStats | None = None,
         order: TokenOrder | None = None,
         head_settings: HeadSettings | None = None,
+        ruled: RuleOptions | None = None,
     ) -> Tensor:
-        """Raises sparge.Unsupported where the library cannot serve the call."""
+        """Raises sparge.Unsupported where the library cannot serve the call. ruled: what a rule
+        says of it, beside which text stays exact; of blocks without an order, as tokens come."""
+        block_mask = None
+        if ruled is not None:
+            ends = {"exact_prefix": policy.exact_prefix, "exact_suffix": policy.exact_suffix}
+            policy = replace(ruled.get("policy") or policy, **ends)
+            block_mask, head_settings = ruled.get("block_mask"), ruled.get("head_settings")
+            order = ruled.get("order", order if block_mask is None else None)
         out = attention(
             self.q,
             self.k,
@@ -163,10 +172,15 @@ class Call:
             scale=self.scale,
             order=order,
             head_settings=head_settings,
+            block_mask=block_mask,
             stats=stats,
         )
         assert isinstance(out, Tensor)  # a pair only with return_lse
         return out.flatten(2) if self.layout == "flat" else out
+
+    def as_torchs(self, layer: int, grid: TokenGrid | None) -> TorchCall:
+        """The same, as a rule sees it."""
+        return TorchCall(*self.qkv, None, 0.0, False, self.scale, self.shares_keys, layer, grid)
 
     def eight_bit(self) -> Tensor:
         """Result of 8-bit dense attention. Raises sparge.Unsupported likewise."""

@@ -438,6 +438,22 @@ class Report:
     """Seconds of the run from its first pass on; 0 where none came."""
 
     @property
+    def sparse_calls(self) -> int:
+        return self.counts.sparse
+
+    @property
+    def dense_calls(self) -> int:
+        return self.counts.dense
+
+    @property
+    def reasons(self) -> Counter[str]:
+        return self.counts.reasons
+
+    @property
+    def density(self) -> float:
+        return self.densities.of_sparse_calls
+
+    @property
     def stopped_early(self) -> bool:
         """Whether an error or the user stopped it before a pass that may be sparse was over."""
         return self.stopped and not self.counts.sparse and not self.counts.may_have_been_sparse

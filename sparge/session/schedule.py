@@ -65,7 +65,7 @@ class Settings:
     default."""
 
     mode: str = MANUAL
-    quality: str = "balanced"
+    quality: str | float = "balanced"
     topk: float = 0.5
     pvthreshd: float = 50.0  # off
     select_by: str = "topk"
@@ -81,7 +81,7 @@ class Settings:
         """Checks the values where a run is asked for, not steps later. Raises ValueError."""
         for name, options in (("mode", MODES), ("quality", list(QUALITIES))):
             given = getattr(self, name)
-            if given not in options:
+            if given not in options and (name == "mode" or isinstance(given, str)):
                 raise ValueError(f"{name} is {shown(given)}; it takes one of {options}.")
         for name in ("topk", "start_percent", "end_percent"):
             value = getattr(self, name)
@@ -97,7 +97,8 @@ class Settings:
     def aim(self) -> Aim | None:
         """Aim for measured heads; None in manual mode, which measures nothing."""
         if self.mode == AUTO_QUALITY:
-            return Aim("quality", QUALITIES[self.quality])
+            asked = self.quality
+            return Aim("quality", QUALITIES[asked] if isinstance(asked, str) else asked)
         return Aim("budget", self.topk) if self.mode == AUTO_BUDGET else None
 
     @cached_property

@@ -38,6 +38,7 @@ from ..kernels import capabilities
 from ..kernels.warmup import KERNEL_DID_NOT_COMPILE, Needs, warm_up
 from ..order.grid import TokenOrder
 from ..policy import SparsePolicy
+from ..sdpa import BY_RULE, Rule, RuleOptions, options_of
 from .calls import (
     CROSS_ATTENTION,
     MASK,
@@ -90,6 +91,8 @@ class Session:
         self.aim = aim or settings.aim
         self.asked = settings.policy()
         """Policy for any device; `fitted` makes it one's own."""
+        self.rule: Rule | None = None
+        """Rule of the caller, which is asked about each call that may be sparse; without an aim."""
         self.exact, self.words, self.untracked = exact, words, untracked
         self.counts, self.failures = Counts(), Failures()
         self.exact_dense = settings.exact_dense or self.aim is None
@@ -397,7 +400,11 @@ class Pass:
         """Result of a call: sparse, or else dense, and counted. why: why it is dense. held: why it
         is dense, though it may be measured. padded: dense() computes more than the call's tokens,
         so its time says nothing of them."""
-        session, once = self.session, None
+        session, once, ruled = self.session, None, None
+        if why is None and session.rule is not None:  # its errors are the caller's
+            grid = self.layout.sequence(call.query_tokens)
+            ruled = options_of(session.rule, call.as_torchs(layer.number, grid))
+            why = BY_RULE if ruled is None else None
         try:
             if why is None:
                 if call.q.device != self.device:
@@ -405,7 +412,7 @@ class Pass:
                 kind = self._kinds.get(decision) or self._kind_of(call, decision)
                 settings = self._settings(kind, layer.row, held)
                 if not isinstance(settings, str):
-                    out = self._sparse(call, kind, layer.row, settings)
+                    out = self._sparse(call, kind, layer.row, settings, ruled)
                     for remark in decision.remarks:
                         session.note(remark)
                     session.counts.add_sparse(decision.tokens, self._filter_left_out)
@@ -506,11 +513,12 @@ class Pass:
         kind: CallKind,
         row: int,
         settings: tuple[TokenOrder | None, HeadSettings | None],
+        ruled: RuleOptions | None,
     ) -> Tensor:
         """Sparse result of a call of a layer."""
         record, heads = self.record, kind.heads
         with record.timed(Backend.SPARSE, call, kind.foretold):
-            out = call.sparse(kind.policy, record.stats_of(row), *settings)
+            out = call.sparse(kind.policy, record.stats_of(row), *settings, ruled)
         record.look(row, out)
         if heads is not None and heads.measures_again:
             with record.timed(Backend.MEASURING, call):
@@ -534,7 +542,7 @@ class Pass:
         kind.times = times = self._times_of(call, decision)
         if times is not None and call.is_timed:
             kind.foretold = times.exact * call.q.shape[0]
-        if session.heads is None:
+        if session.heads is None and session.rule is None:  # nobody knows what a rule keeps
             kind.why_slower = times and times.why_policy_slower(policy)
         if session.heads is None and kind.why_slower is None:
             with session.untracked():

@@ -104,7 +104,7 @@ def _count(
 ) -> None:
     counted = stats.counters.tolist()
     for name, found, wanted in (
-        ("calls", stats.calls, 1),
+        ("calls", stats.sparse_calls, 1),
         ("pairs", counted[Counter.VALID], int(setting.pairs(torch.ones_like(kept)).sum())),
         ("kept pairs", counted[Counter.KEPT], int(setting.pairs(kept).sum())),
         ("kept blocks", counted[Counter.KEPT_BLOCKS], int(kept.sum())),

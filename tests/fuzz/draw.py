@@ -111,6 +111,8 @@ class _Draw:
             if order is None or self.chance() < 0.8:
                 order_kinds = 1 if order is None else order.order_kinds
                 options["head_settings"] = self.head_settings(order_kinds, scaled)
+            elif self.chance() < 0.5:
+                options["block_mask"] = self.mask(order)
         q, k, v = tensors
         return Case(self.seed, way, data, q, k, v, policy, layout, options)
 
@@ -190,10 +192,12 @@ class _Draw:
             **given,
         )
 
-    def mask(self) -> Tensor:
+    def mask(self, order: TokenOrder | None = None) -> Tensor:
         """(B, H, nq, nk) of some dtype, where any number but 0 keeps; maybe a transposed view."""
         sizes = self.sizes
         shape = (sizes.batch, sizes.heads, -(-sizes.queries // 128), -(-sizes.keys // 64))
+        if order is not None:
+            shape = (*shape[:2], order.query_blocks, order.key_blocks)
         kept = torch.rand(shape, generator=self.generator) < self.choice((0.1, 0.5, 0.9))
         integers = (torch.uint8, torch.int8, torch.int32, torch.int64)
         dtype = self.choice((torch.bool, *integers, torch.float32))

@@ -50,8 +50,10 @@ class Routing:
             faults.append(f"map of shape {tuple(kept.shape)}, not {tuple(exists.shape)}")
             return
         if mask is not None:
-            if not torch.equal(kept, mask & exists):
-                faults.append("the map is not the mask")
+            keys, queries = self._exact()
+            exact = keys.unsqueeze(2) | queries.unsqueeze(3)
+            if not torch.equal(kept, (mask | exact) & exists):
+                faults.append("the map is not the mask and what is exact")
             return
         if (kept & ~exists).any():
             faults.append("a block without pairs is kept")
@@ -151,42 +153,41 @@ class Routing:
             found.append(mass + s / 2 + squared.clamp(min=LEAST_ERROR).log() / 2)
         return found[0], found[1]
 
-    def _forced(self) -> tuple[Tensor, Tensor]:
-        """Blocks that are kept whatever their rank, and those that may or may not be."""
+    def _exact(self) -> tuple[Tensor, Tensor]:
+        """(B, H, nk): blocks of exact keys, and the sink; (B, H, nq): blocks of exact queries. They
+        are kept whatever a ranking or a mask says."""
         setting, policy, order = self.setting, self.policy, self.case.order
-        forced, near = self._below(self._mean_of_keys(_directions(self.keys)))
-        starts = torch.arange(setting.key_blocks, device=forced.device) * KEY_BLOCK
-        if policy.attention_sink:
-            forced = forced | (starts == 0)
+        starts = torch.arange(setting.key_blocks, device=self.counts.device) * KEY_BLOCK
+        keys = (self.counts < 0) | ((starts == 0) & policy.attention_sink)
+        queries = self.query_counts < 0
         if order is None:
             lengths = self.counts.sum(-1, keepdim=True)
-            forced = forced | (starts < policy.exact_prefix)
-            forced = forced | (starts + self.counts > lengths - policy.exact_suffix)
-        else:
-            for part in order.segments:
-                if part.keys_exact:
-                    inside = slice(part.first_token, part.first_token + part.tokens)
-                    forced[..., setting.k_block[0, inside].unique()] = True
-        forced, near = forced.unsqueeze(2), near.unsqueeze(2)
-        if self.case.is_causal and policy.keep_diagonal:
-            rows = torch.arange(setting.query_blocks, device=forced.device) * QUERY_BLOCK
+            keys = keys | (starts < policy.exact_prefix)
+            keys = keys | (starts + self.counts > lengths - policy.exact_suffix)
+            starts = torch.arange(setting.query_blocks, device=keys.device) * QUERY_BLOCK
+            queries = queries | (starts < policy.exact_prefix)
+            ends = starts + self.query_counts
+            return keys, queries | (ends > setting.q.shape[2] - policy.exact_suffix)
+        for part in order.segments:
+            inside = slice(part.first_token, part.first_token + part.tokens)
+            keys[..., setting.k_block[0, inside].unique()] |= part.keys_exact
+            queries[..., setting.q_block[0, inside].unique()] |= part.queries_exact
+        return keys, queries
+
+    def _forced(self) -> tuple[Tensor, Tensor]:
+        """Blocks that are kept whatever their rank, and those that may or may not be."""
+        forced, near = self._below(self._mean_of_keys(_directions(self.keys)))
+        forced, near = (forced | self._exact()[0]).unsqueeze(2), near.unsqueeze(2)
+        if self.case.is_causal and self.policy.keep_diagonal:
+            starts = torch.arange(self.setting.key_blocks, device=forced.device) * KEY_BLOCK
+            rows = torch.arange(self.setting.query_blocks, device=forced.device) * QUERY_BLOCK
             forced = forced | (starts + KEY_BLOCK > rows.unsqueeze(-1))
         return forced & self.exists, near & self.exists
 
     def _dense(self) -> tuple[Tensor, Tensor]:
         """(B, H, nq): query blocks that drop nothing, and those that may or may not."""
-        setting, policy, order = self.setting, self.policy, self.case.order
-        dense, near = self._below(self._mean_of_queries(_directions(setting.q)))
-        if order is None:
-            starts = torch.arange(setting.query_blocks, device=dense.device) * QUERY_BLOCK
-            dense = dense | (starts < policy.exact_prefix)
-            ends = starts + self.query_counts
-            return dense | (ends > setting.q.shape[2] - policy.exact_suffix), near
-        for part in order.segments:
-            if part.queries_exact:
-                inside = slice(part.first_token, part.first_token + part.tokens)
-                dense[..., setting.q_block[0, inside].unique()] = True
-        return dense, near
+        dense, near = self._below(self._mean_of_queries(_directions(self.setting.q)))
+        return dense | self._exact()[1], near
 
     def _below(self, mean_direction: Tensor) -> tuple[Tensor, Tensor]:
         """Blocks whose rows are too little alike to be judged by their mean."""

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls by the kernels beside float64, the CPU and each other: magnitudes, alignments of a causal
-mask, all ways to keep everything, padding masks, autocast, many queries, upstream's thresholds."""
+mask, all ways to keep everything, rules of a caller, padding masks, autocast, many queries."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import sparge
 from benchmarks.metrics import rel_l2
-from sparge import AttentionStats, HeadSettings, Precision, SparsePolicy, key_padding
+from sparge import AttentionStats, HeadSettings, Precision, SparsePolicy, TorchCall, key_padding
 from tests.gpu.conftest import Kernels, every_kernel, no_waits
 from tests.test_causal import assert_same_rows, dense, visible
+from tests.test_rules import GRID, RULES, of_elements
 
 pytestmark = pytest.mark.gpu
 
@@ -74,7 +75,7 @@ def test_sees_what_the_alignment_says(
     # Noise attended to by noise, where no error averages out: as in test_long_sequences.
     assert rel_l2(out, truth) < (0.01 if precision is Precision.SIXTEEN_BIT else 0.06)
     assert_same_rows(lse, truth_lse, 0.1)
-    assert (stats.calls, stats.density) == (1, 1.0)
+    assert (stats.sparse_calls, stats.density) == (1, 1.0)
 
 
 @pytest.mark.parametrize("pool_weight", [None, 0.5])
@@ -131,6 +132,26 @@ def test_all_blocks_are_kept_alike_by_a_share_and_a_mask(
         return (*result, stats.counters)
 
     assert all(map(torch.equal, run(ones), run(None)))
+
+
+@pytest.mark.parametrize("precision", [Precision.INT8, Precision.SIXTEEN_BIT])
+@pytest.mark.parametrize("name", RULES)
+def test_rules_of_a_caller(make_qkv, name: str, precision: Precision) -> None:
+    """Nothing waits, and CUDA graphs take them."""
+    q, k, v = make_qkv(2, 4, GRID.tokens, 64, kv_heads=2, device="cuda")
+    rule, policy = RULES[name]("cuda"), SparsePolicy(precision=precision)
+    found, stats = rule(TorchCall(q, k, v)), AttentionStats("cuda")
+    pairs = of_elements(found["order"], found["block_mask"])
+    out = attention(q, k, v, policy, stats=stats, **found)
+    assert rel_l2(out, dense(q, k, v, pairs)[0]) < (0.01 if precision is EXACT.precision else 0.06)
+    assert stats.density == pytest.approx(float(pairs.double().mean())) and stats.density < 0.8
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        recorded = attention(q, k, v, policy, **rule(TorchCall(q, k, v)))
+    graph.replay()
+    with no_waits():
+        again = attention(q, k, v, policy, **rule(TorchCall(q, k, v)))
+    assert torch.equal(again, out) and torch.equal(recorded, out)
 
 
 def waits_of(mask: Tensor) -> int:

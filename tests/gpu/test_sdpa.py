@@ -33,7 +33,7 @@ def test_sparse_calls_wait_for_nobody(make_qkv) -> None:
                 functional.scaled_dot_product_attention(q, k, v, enable_gqa=True, **options)
                 for options in calls
             ]
-    assert stats.sparse_calls == 6 and stats.exact_calls == 0
+    assert stats.sparse_calls == 6 and stats.dense_calls == 0
     for out, options in zip(outs, calls, strict=True):
         assert rel_l2(out, torch_attention(q, k, v, enable_gqa=True, **options)) < 0.06
 
@@ -71,7 +71,7 @@ def test_a_graph_reads_a_row_of_bools_whenever_it_runs(make_qkv) -> None:
         with torch.cuda.graph(graph):
             for mask in (row, weights):
                 outs.append(functional.scaled_dot_product_attention(q, k, v, mask))
-    assert (warm, stats.sparse_calls, stats.exact_calls) == (4, 5, 1)
+    assert (warm, stats.sparse_calls, stats.dense_calls) == (4, 5, 1)
     for real in (places < 700, places >= 300, places % 3 > 0):
         row.copy_(real)
         weights.copy_(real * -0.5)

@@ -67,8 +67,8 @@ def test_all_kept_is_native_to_8_bits_and_disabled_it_is_native(name: str) -> No
     handle = enable(tiny.pipe, "manual", topk=1.0, **TINY)
     got, calls = tiny(2), 2 * CALLS[name]
     assert 0 < rel_l2(got, native) < EIGHT_BIT
-    assert handle.result is not None and handle.result.counts.sparse == calls
-    assert handle.result.counts.dense == 0 and handle.result.notes == ()
+    assert handle.stats is not None and handle.stats.counts.sparse == calls
+    assert handle.stats.counts.dense == 0 and handle.stats.notes == ()
     said = f"{calls} of {calls} calls were sparse; 100 % of attention computed"
     assert handle.line == said
     handle.disable()
@@ -128,7 +128,7 @@ def test_a_budget_is_kept_by_measured_heads(name: str) -> None:
     tiny = ALL[name]()
     with enable(tiny.pipe, "auto budget", topk=0.5, min_tokens=100, start_percent=0.25) as handle:
         tiny(4)
-    result = handle.result
+    result = handle.stats
     assert result is not None and result.counts.sparse == 3 * CALLS[name]
     assert result.densities.of_sparse_calls == pytest.approx(0.5, abs=0.06)
     assert result.error is not None and 0.01 < result.error < 0.5
@@ -143,7 +143,7 @@ def test_both_transformers_of_wan_2_2_are_measured_apart(passes: list[Any]) -> N
         tiny(6)
     models = [each.step.model for each in passes]
     assert models == sorted(models) and models.count(0) == models.count(1) == 6
-    result = handle.result
+    result = handle.stats
     assert result is not None and len(result.heads) == 2
     assert result.counts.reasons["measuring"] == CALLS["Wan 2.2"], "one step of the second one"
     assert result.counts.sparse == 3 * CALLS["Wan 2.2"]
@@ -152,15 +152,15 @@ def test_both_transformers_of_wan_2_2_are_measured_apart(passes: list[Any]) -> N
 def test_a_call_of_the_pipeline_is_a_run_and_repeats_its_bits() -> None:
     tiny = ALL["Wan 2.1"]()
     with enable(tiny.pipe, "auto budget", topk=0.5, min_tokens=100) as handle:
-        assert "has not run" in handle.line and handle.result is None
+        assert "has not run" in handle.line and handle.stats is None
         first = tiny(3)
-        one = handle.result
+        one = handle.stats
         assert torch.equal(tiny(3), first)
-        again = handle.result
+        again = handle.stats
         assert one is not None and again is not None and one.counts is not again.counts
         assert one.counts.sparse == again.counts.sparse and not again.stopped
         tiny(3, guidance=1.0)
-        alone = handle.result
+        alone = handle.stats
         assert alone is not None and 2 * alone.counts.calls == one.counts.calls
 
 
@@ -188,9 +188,9 @@ def test_a_second_enable_replaces_the_first() -> None:
     tiny.pipe.transformer = model
     second = enable(tiny.pipe, "manual", policy=sparge.SparsePolicy(topk=0.5), **TINY)
     tiny(1)
-    assert first.result is None and first.models == []
-    assert second.result is not None
-    assert second.result.densities.of_sparse_calls == pytest.approx(0.5, abs=0.1)
+    assert first.stats is None and first.models == []
+    assert second.stats is not None
+    assert second.stats.densities.of_sparse_calls == pytest.approx(0.5, abs=0.1)
     first.disable()
     second.disable()
     assert not tiny.pipe.transformer._forward_hooks
@@ -243,8 +243,8 @@ def test_own_loops_second_order_and_masks_of_heads(passes: list[Any]) -> None:
         for t in scheduler.timesteps:
             pipe.transformer(hidden, timestep=t.expand(1), **given)
     assert [each.step.number for each in passes] == [0, 1, 2, 3, 4]
-    assert handle.result is not None and not handle.result.stopped
-    assert handle.result.counts.sparse == 2 * 5 and not handle.result.counts.reasons
+    assert handle.stats is not None and not handle.stats.stopped
+    assert handle.stats.counts.sparse == 2 * 5 and not handle.stats.counts.reasons
 
 
 def test_offloaded_and_replaced_modules_do_not_matter() -> None:
@@ -259,7 +259,7 @@ def test_offloaded_and_replaced_modules_do_not_matter() -> None:
         accelerate.cpu_offload(model, execution_device=torch.device("cpu"), offload_buffers=True)
         assert model.blocks[0].attn1.to_q.change.weight.is_meta
         assert torch.equal(tiny(2), adapted) and not torch.equal(adapted, plain)
-        assert handle.result is not None and handle.result.counts.sparse == 2 * CALLS["Wan 2.1"]
+        assert handle.stats is not None and handle.stats.counts.sparse == 2 * CALLS["Wan 2.1"]
 
 
 def test_the_library_does_not_import_diffusers() -> None:
@@ -280,7 +280,7 @@ def test_a_ring_of_gpus_is_native_and_the_line_says_what_serves_it(ulysses: int)
     tiny.pipe.transformer._parallel_config = SimpleNamespace(context_parallel_config=config)
     with enable(tiny.pipe, "auto budget", topk=0.3, **TINY) as handle:
         assert torch.equal(tiny(2), native)
-    assert handle.result is not None and handle.result.counts.sparse == 0
+    assert handle.stats is not None and handle.stats.counts.sparse == 0
     assert "in a ring: take ulysses_degree" in handle.line
 
 
@@ -290,5 +290,5 @@ def test_masked_calls_of_several_gpus_are_exact(monkeypatch: pytest.MonkeyPatch)
     tiny = ALL["HunyuanVideo"]()
     with enable(tiny.pipe, "manual", topk=0.3, **TINY) as handle:
         tiny(1)
-    assert handle.result is not None and handle.result.counts.sparse == 0
-    assert handle.result.counts.reasons[MASK] == CALLS["HunyuanVideo"]
+    assert handle.stats is not None and handle.stats.counts.sparse == 0
+    assert handle.stats.counts.reasons[MASK] == CALLS["HunyuanVideo"]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from diffusers.models import attention_dispatch as dispatch
 
 from benchmarks.metrics import rel_l2
 from sparge import SparsePolicy, Unsupported
+from sparge.integrations import diffusers
 from sparge.integrations.diffusers import register_backend
 from tests.tiny_models import pipelines
 
@@ -82,8 +84,21 @@ def test_several_gpus_are_refused_where_diffusers_does_not_ask() -> None:
         dispatch.dispatch_attention_fn(q, q, q, parallel_config=shared)
 
 
+def test_the_import_registers_it() -> None:
+    tiny = pipelines.wan()
+    native = tiny(STEPS, guidance=1.0)
+    dispatch._AttentionBackendRegistry._backends.pop(dispatch.AttentionBackendName("sparge"))
+    importlib.reload(diffusers)
+    tiny.pipe.transformer.set_attention_backend("sparge")
+    assert torch.equal(tiny(STEPS, guidance=1.0), native), "a short clip"
+    stats = register_backend(topk=0.3, min_tokens=100)
+    tiny(STEPS, guidance=1.0)
+    assert stats.sparse_calls == SPARSE and stats.density < 0.5
+
+
 def test_another_diffusers_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     native = dispatch.AttentionBackendName.NATIVE
     monkeypatch.delitem(dispatch._AttentionBackendRegistry._backends, native)
     with pytest.raises(Unsupported, match=r"with sparge\.sdpa\(policy\):"):
         register_backend()
+    importlib.reload(diffusers)

@@ -58,8 +58,8 @@ def test_a_compiled_model_gives_the_same_bits(
     tiny = ALL[name]()
     with enable(tiny.pipe, mode, **SETTINGS) as handle:
         expected = tiny(STEPS)
-    assert handle.result is not None
-    calls = handle.result.counts.sparse
+    assert handle.stats is not None
+    calls = handle.stats.counts.sparse
     if first:
         compiled(tiny)
     with enable(tiny.pipe, mode, **SETTINGS) as handle:
@@ -67,7 +67,7 @@ def test_a_compiled_model_gives_the_same_bits(
             compiled(tiny)
         assert torch.equal(tiny(STEPS), expected)
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
-        assert handle.result is not None and handle.result.counts.sparse == calls > 0
+        assert handle.stats is not None and handle.stats.counts.sparse == calls > 0
         traced = torch._dynamo.utils.counters["frames"]["total"]
         tiny(STEPS)
         assert torch._dynamo.utils.counters["frames"]["total"] == traced, "not in each pass anew"
@@ -81,7 +81,7 @@ def test_the_mode_gets_no_graphs_of_its_own() -> None:
         block.compile(backend="eager")
     with enable(tiny.pipe, "manual", **SETTINGS) as handle:
         tiny(STEPS)
-    assert handle.result is not None and handle.result.counts.sparse > 0
+    assert handle.stats is not None and handle.stats.counts.sparse > 0
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
     code = AttentionMode.__torch_function__.__code__
     assert not torch._dynamo.eval_frame._debug_get_cache_entry_list(code)
@@ -121,8 +121,8 @@ class Stopped(BaseException):
 
 def calls_of(handle: Handle) -> tuple[int, int, int]:
     """Numbers of sparse, dense and cross-attention calls of the last run."""
-    assert handle.result is not None
-    counts = handle.result.counts
+    assert handle.stats is not None
+    counts = handle.stats.counts
     assert counts.sparse
     return counts.sparse, counts.dense, counts.cross
 
@@ -191,9 +191,9 @@ def test_a_pass_that_ends_within_a_block_leaves_nothing_behind(
         bystander(handle)
         assert not any("forward" in vars(part) for part in model.modules())
         assert passes_held() <= others
-        assert handle.result is not None and handle.result.stopped
+        assert handle.stats is not None and handle.stats.stopped
         assert torch.equal(tiny(LONGER), expected)
-        assert calls_of(handle) == calls and not handle.result.stopped
+        assert calls_of(handle) == calls and not handle.stats.stopped
     assert torch.equal(tiny(LONGER), native)
 
 

@@ -36,9 +36,13 @@ EIGHT_BIT = 0.03
     [
         ({"mode": "auto"}, "mode is 'auto'; it takes one of"),
         ({"mode": "fast"}, 'a quality goes by its name: quality="fast"'),
-        ({"topk": 0.2}, 'topk given with mode "auto quality": mode "auto quality" takes quality'),
+        ({"mode": "auto quality", "topk": 0.2}, 'mode "auto quality" takes quality, mode "auto b'),
+        ({"quality": "fast", "topk": 0.2}, 'quality and topk given with mode "auto quality"'),
+        ({"quality": 3}, "value is 3; an error or a density is from 0 to 1"),
+        ({"mode": 0.3}, "policy is 0.3; give a SparsePolicy"),
+        ({"mode": abs, "policy": sparge.SparsePolicy()}, "policy is given twice"),
         ({"mode": "manual", "quality": "fast"}, 'mode "manual" takes topk or policy'),
-        ({"policy": sparge.SparsePolicy()}, 'policy given with mode "auto quality"'),
+        ({"mode": "auto budget", "policy": abs}, 'policy given with mode "auto budget"'),
         ({"mode": "manual", "policy": 0.3}, "policy is 0.3; give a SparsePolicy"),
         (
             {"mode": "manual", "policy": sparge.SparsePolicy(), "topk": 0.2},
@@ -60,8 +64,48 @@ def test_a_pipeline_without_a_transformer_is_refused() -> None:
 
 
 def calls_of(handle: Handle) -> int:
-    assert handle.result is not None and handle.result.counts.sparse
-    return handle.result.counts.sparse
+    assert handle.stats is not None and handle.stats.counts.sparse
+    return handle.stats.counts.sparse
+
+
+@pytest.mark.parametrize(
+    ("given", "aim"),
+    [
+        ({"quality": 0.2}, "a mean error of 0.2"),
+        ({"topk": 0.3}, "a mean density of 30 %"),
+        ({"policy": sparge.SparsePolicy()}, "None"),
+    ],
+)
+def test_the_mode_follows_from_what_is_given(given: dict[str, Any], aim: str) -> None:
+    tiny = ALL["Wan 2.1"]()
+    with enable(tiny.pipe, **given, min_tokens=100) as handle:
+        tiny(1)
+    assert handle.stats is not None and str(handle.stats.aim) == aim
+
+
+def test_a_rule_says_what_is_kept_of_each_call() -> None:
+    """Steps and text are the session's; errors of the rule are the caller's."""
+    tiny, seen, given = ALL["CogVideoX"](), [], {"min_tokens": 100, "start_percent": 0.5}
+    native, grid = tiny(2), sparge.TokenGrid(*tiny.grid, prefix=TEXT)
+    tokens = grid.tokens
+    nothing = torch.zeros(2, 2, -(-tokens // 128), -(-tokens // 64))
+
+    def rule(call: sparge.TorchCall) -> Any:
+        seen.append((call.layer, call.grid))
+        return {"block_mask": nothing} if call.layer else None
+
+    with enable(tiny.pipe, rule, **given) as handle:
+        tiny(2)
+    stats = handle.stats
+    assert seen == [(0, grid), (1, grid)]
+    assert stats is not None and (stats.sparse_calls, stats.dense_calls) == (1, 3)
+    assert stats.reasons["the rule of the caller keeps it exact"] == 1
+    of_text = 128 * tokens + (tokens - 128) * 64  # the first block of queries, and of keys
+    assert stats.density == pytest.approx(of_text / tokens**2)
+    wrong: Any = lambda call: 1 / 0  # noqa: E731
+    with enable(tiny.pipe, wrong, **given), pytest.raises(ZeroDivisionError):
+        tiny(2)
+    assert torch.equal(tiny(2), native)
 
 
 @pytest.mark.parametrize("make_copy", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
@@ -99,7 +143,7 @@ def test_a_pass_with_gradients_is_native_and_measures_nothing(mode: str) -> None
             gradients.append(weight.grad)
             weight.grad = None
             if handle is not None:
-                result = handle.result
+                result = handle.stats
                 assert result is not None and not result.counts.sparse and not result.notes
                 assert "no backward pass" in next(iter(result.counts.reasons))
                 handle.disable()
@@ -148,12 +192,12 @@ def test_a_handle_that_is_replaced_while_a_block_runs(again: bool, thread: Any) 
     with at_call(attention, 3, thread(act)):  # in the second step, with the prompt
         out = tiny(2)
     assert 0 < rel_l2(out, native) < EIGHT_BIT
-    assert first.result is not None and first.result.counts.sparse == 5
+    assert first.stats is not None and first.stats.counts.sparse == 5
     assert first.models == []
     for second in handles:
-        assert second.result is not None and second.result.counts.sparse == 2
+        assert second.stats is not None and second.stats.counts.sparse == 2
         tiny(2)
-        assert second.result.counts.sparse == 8
+        assert second.stats.counts.sparse == 8
         second.disable()
     assert torch.equal(tiny(2), native)
     assert not any("forward" in vars(part) for part in tiny.pipe.transformer.modules())
@@ -188,7 +232,7 @@ def test_a_model_that_two_threads_run_serves_one_and_says_so() -> None:
             out = passes(model, pipe, 1)
         assert torch.equal(others[0], native[1]) and said(handle)
         assert 0 < rel_l2(out, native[0]) < EIGHT_BIT
-        assert handle.result is not None and handle.result.counts.sparse == 4
+        assert handle.stats is not None and handle.stats.counts.sparse == 4
         in_a_thread(lambda: others.append(passes(model, pipe, 2)))()
         assert 0 < rel_l2(others[1], native[1]) < EIGHT_BIT and not said(handle)
     assert torch.equal(passes(model, pipe, 1), native[0])

@@ -63,8 +63,8 @@ def loop(model: Any, steps: int = 2, **given: Any) -> tuple[list[Tensor], Any]:
     pipe.scheduler.set_timesteps(steps)
     with enable(pipe, "manual", **MANUAL) as handle:
         outs = [model(timestep=t[None].bfloat16(), **given) for t in pipe.scheduler.timesteps]
-    assert handle.result is not None
-    return outs, handle.result.counts
+    assert handle.stats is not None
+    return outs, handle.stats.counts
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

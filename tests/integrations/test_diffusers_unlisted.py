@@ -71,8 +71,8 @@ def run(pipe: Any, given: dict[str, Any], **settings: Any) -> Handle:
 @pytest.mark.parametrize("made", [qwen_image, z_image])
 def test_half_of_the_steps_are_dense_where_that_is_asked(made: Any) -> None:
     handle = run(*made(), start_percent=0.5)
-    assert handle.result is not None
-    counts = handle.result.counts
+    assert handle.stats is not None
+    counts = handle.stats.counts
     early = "before start_percent 0.5"
     assert counts.sparse > 0 and counts.reasons[early] == counts.sparse, counts
     assert "is not known here: its tokens stay in the order they come" in handle.line
@@ -118,7 +118,7 @@ def test_a_model_with_cross_attention_alone_says_so() -> None:
         return functional.scaled_dot_product_attention(x, text[:, None], text[:, None])
 
     handle, _ = once(attend, torch.randn(1, 2, 320, 64), torch.randn(1, 9, 64), topk=0.3)
-    assert handle.result is not None and handle.result.counts.cross == 1
+    assert handle.stats is not None and handle.stats.counts.cross == 1
     assert handle.line == "NOTHING WAS SPARSE; all attention calls were cross-attention"
 
 
@@ -134,7 +134,7 @@ def test_sound_that_attends_to_the_picture_is_exact_as_it_is_short() -> None:
 
     given = torch.randn(1, 2, 144, 64)
     handle, out = once(attend, given, topk=0.1)
-    assert handle.result is not None and handle.result.counts.sparse == 1
+    assert handle.stats is not None and handle.stats.counts.sparse == 1
     assert torch.equal(out[:, :, 144:], attend(given)[:, :, 144:])
 
 
@@ -215,8 +215,8 @@ def test_sparse_and_dense_calls_are_those_that_came(
             loop(model, given, pipe)
         with enable(pipe, "manual", topk=0.3, min_tokens=LEAST, start_percent=0.0) as handle:
             loop(model, given, pipe)
-    assert handle.result is not None
-    counts = handle.result.counts
+    assert handle.stats is not None
+    counts = handle.stats.counts
     assert counts.sparse + counts.dense == len(seen) and counts.dense == beside * STEPS
     assert handle.line.startswith(f"{counts.sparse} of {len(seen)} calls were sparse")
 
@@ -237,9 +237,9 @@ def test_a_scheduler_without_timesteps_leaves_it_dense() -> None:
         pipe.scheduler.timesteps = None
         for _ in range(2):
             model(latent, torch.ones(1))
-        assert handle.result is not None and handle.result.counts.dense == 2
+        assert handle.stats is not None and handle.stats.counts.dense == 2
         assert handle.line.startswith("NOTHING WAS SPARSE; the scheduler has no timesteps")
         pipe.scheduler.timesteps = torch.tensor([1000.0])
         model(latent, pipe.scheduler.timesteps)
-    assert handle.result is not None and handle.result.counts.sparse == 1
+    assert handle.stats is not None and handle.stats.counts.sparse == 1
     assert "OneBlock is not known here" in handle.line

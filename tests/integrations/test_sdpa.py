@@ -68,7 +68,7 @@ def test_whole_calls_are_torchs_but_for_eight_bits(make_qkv, name: str) -> None:
     assert rel_l2(out, exact) < EIGHT_BITS
     assert not torch.equal(out, exact)
     assert (out.dtype, out.shape) == (exact.dtype, exact.shape)
-    assert (stats.sparse_calls, stats.exact_calls) == (1, 0), str(stats)
+    assert (stats.sparse_calls, stats.dense_calls) == (1, 0), str(stats)
     counted = sparge.CallStats()
     call = partial(sparge.sdpa_call, policy=WHOLE, min_tokens=128, stats=counted)
     assert torch.equal(call(q, k, v, **options), out) and counted.sparse_calls == 1
@@ -220,7 +220,7 @@ def test_a_mask_that_is_filled_anew_is_read_anew(
             WRITES[write](mask, FORMS[form](real))
             out = functional.scaled_dot_product_attention(q, k, v, mask)
             assert rel_l2(out, exact_attention(q, k, v, mask)) < EIGHT_BITS
-        assert (stats.sparse_calls, stats.exact_calls) == (len(paddings), 0)
+        assert (stats.sparse_calls, stats.dense_calls) == (len(paddings), 0)
         if form == "added":
             WRITES[write](mask, 0.5 * REAL[:, None, None])
             out = functional.scaled_dot_product_attention(q, k, v, mask)
@@ -298,7 +298,7 @@ def test_whole_graphs_are_traced_once_and_counted(make_qkv, backend: str) -> Non
             for _ in range(runs):
                 out = compiled(q, k, v)
         assert torch.equal(out, expected)
-        assert stats.sparse_calls == 2 * runs and stats.exact_calls == 0
+        assert stats.sparse_calls == 2 * runs and stats.dense_calls == 0
         assert stats.density == pytest.approx(own.density)
     assert len(traces) == 1
     assert rel_l2(compiled(q, k, v), block(q, k, v)) == 0, "without the context it is torch's"

@@ -29,7 +29,7 @@ def test_contexts_nest_and_the_inner_one_comes_first(make_qkv) -> None:
         with sparge.sdpa(min_tokens=9999) as longer:
             functional.scaled_dot_product_attention(q, k, v)
     assert [x.sparse_calls for x in (outer, inner, longer)] == [1, 1, 0]
-    assert [x.exact_calls for x in (outer, inner, longer)] == [0, 0, 1]
+    assert [x.dense_calls for x in (outer, inner, longer)] == [0, 0, 1]
 
 
 @pytest.mark.parametrize("first_out", [0, 1])
@@ -56,7 +56,7 @@ def test_tasks_have_contexts_of_their_own(make_qkv, first_out: int) -> None:
     done = asyncio.Event()
     asyncio.run(both())
     assert [found[n].sparse_calls for n in (first_out, 1 - first_out)] == [3, 4]
-    assert all(stats.exact_calls == 0 and not stats.remark for stats in found.values())
+    assert all(stats.dense_calls == 0 and not stats.remark for stats in found.values())
     assert found[0].density == 1 > found[1].density
     for number, policy in enumerate(policies):
         assert torch.equal(outs[number], sparge.sdpa_call(q, k, v, policy=policy, min_tokens=128))
@@ -118,7 +118,7 @@ def test_ours_and_what_we_call_exact_stay_out_of_it(make_qkv, monkeypatch) -> No
     with sparge.sdpa(WHOLE, 128) as stats:
         sparge.attention(q, k, v)
         assert torch.equal(Call(q, k, v).exact(), exact)
-    assert stats.sparse_calls == stats.exact_calls == 0
+    assert stats.sparse_calls == stats.dense_calls == 0
     monkeypatch.setattr(functional, "scaled_dot_product_attention", sparge.sdpa_call)
     assert torch.equal(functional.scaled_dot_product_attention(q, k, v), exact), (
         "too short by default"

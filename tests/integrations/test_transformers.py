@@ -107,7 +107,7 @@ def test_generate_gives_the_same_tokens(make_model, ids: Tensor, cache: Any, mas
     sparse = enable(model, WHOLE, min_tokens=LEAST)
     assert torch.equal(model.generate(ids, **options), own)
     assert sparse.stats.sparse_calls == LAYERS * (1 if mask is None else 2)
-    assert sparse.stats.exact_calls == LAYERS * 4
+    assert sparse.stats.dense_calls == LAYERS * 4
 
 
 def test_calls_are_sparse_and_the_first_key_block_is_kept(make_model, ids: Tensor) -> None:
@@ -132,7 +132,7 @@ def test_whole_graphs(make_model, ids: Tensor) -> None:
     compiled = torch.compile(model.model, fullgraph=True, backend="eager")
     for _ in range(2):
         assert torch.equal(compiled(ids).last_hidden_state, expected)
-    assert sparse.stats.sparse_calls == 3 * LAYERS and sparse.stats.exact_calls == 0
+    assert sparse.stats.sparse_calls == 3 * LAYERS and sparse.stats.dense_calls == 0
     for _ in range(2):  # it may be packed, or padded: a graph cannot look
         compiled(ids, use_cache=False)
         compiled(ids, attention_mask=LEFT)
@@ -154,7 +154,7 @@ def test_two_models_have_rules_and_counts_of_their_own(make_model, ids: Tensor) 
     assert (first.stats.sparse_calls, second.stats.sparse_calls) == (LAYERS, 0)
     first.disable()
     models[1](ids, use_cache=False)
-    assert second.stats.exact_calls == 2 * LAYERS
+    assert second.stats.dense_calls == 2 * LAYERS
 
 
 def test_a_second_enable_replaces_the_first(make_model, ids: Tensor) -> None:
@@ -235,9 +235,9 @@ def test_tensors_without_data_stay_the_models_own(make_model, ids: Tensor) -> No
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fake, mask = mode.from_tensor(ids), mode.from_tensor(LEFT)
         assert model(fake, attention_mask=mask).logits.shape == (2, TOKENS, 97)
-    assert sparse.stats.sparse_calls == 0 and sparse.stats.exact_calls == LAYERS
+    assert sparse.stats.sparse_calls == 0 and sparse.stats.dense_calls == LAYERS
     assert model.to("meta")(ids.to("meta")).logits.is_meta
-    assert sparse.stats.sparse_calls == 0 and sparse.stats.exact_calls == 2 * LAYERS
+    assert sparse.stats.sparse_calls == 0 and sparse.stats.dense_calls == 2 * LAYERS
 
 
 def test_what_cannot_be_enabled_says_why_and_other_attention_can(
@@ -287,7 +287,7 @@ def test_parts_that_are_eager_are_left_alone_and_others_get_their_own_back(
     sparse = enable(model, WHOLE, min_tokens=40)
     found = model(input_ids=ids, pixel_values=image).logits
     assert rel_l2(found, expected) < EIGHT_BITS
-    assert (sparse.stats.sparse_calls, sparse.stats.exact_calls) == (2, 0), sparse.report()
+    assert (sparse.stats.sparse_calls, sparse.stats.dense_calls) == (2, 0), sparse.report()
     sparse.disable()
     assert [part._attn_implementation for part in parts] == ["sdpa", "eager", "sdpa"]
 
@@ -303,4 +303,4 @@ def test_encoders_with_padding_are_sparse(seed: int, ids: Tensor) -> None:
     own = model(ids, attention_mask=RIGHT).last_hidden_state[real]
     sparse = enable(model, WHOLE, LEAST)
     assert rel_l2(model(ids, attention_mask=RIGHT).last_hidden_state[real], own) < EIGHT_BITS
-    assert (sparse.stats.sparse_calls, sparse.stats.exact_calls) == (2, 0), sparse.report()
+    assert (sparse.stats.sparse_calls, sparse.stats.dense_calls) == (2, 0), sparse.report()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import importlib
 import os
 import pickle
 import subprocess
@@ -105,7 +106,7 @@ def test_a_copy_of_a_sparse_model_has_the_attention_that_it_had_before(
     with enable(model, WHOLE, LEAST) as sparse:
         copied = make_copy(model)
         assert torch.equal(copied(ids, use_cache=False).logits, own)
-        assert sparse.stats.sparse_calls + sparse.stats.exact_calls == 0
+        assert sparse.stats.sparse_calls + sparse.stats.dense_calls == 0
         with enable(copied, WHOLE, LEAST) as of_copy:
             model(ids, use_cache=False)
             assert not torch.equal(copied(ids, use_cache=False).logits, own)
@@ -142,7 +143,7 @@ with torch.inference_mode():
     except KeyError as error:
         assert not with_another and "sparge_enabled" in str(error), error
 if with_another:
-    assert other.stats.sparse_calls + other.stats.exact_calls == 0
+    assert other.stats.sparse_calls + other.stats.dense_calls == 0
 """
 
 
@@ -161,6 +162,37 @@ def test_another_process_loads_a_sparse_model_as_it_was_before_or_says_what_it_l
     subprocess.run(command, cwd=root, env=os.environ | {"PYTHONPATH": str(root)}, check=True)
     assert Path(files[2]).exists() == with_another
     assert not with_another or torch.equal(torch.load(files[2]), own)
+
+
+def test_a_model_takes_it_by_its_name(make_model, ids: Tensor, monkeypatch) -> None:
+    model, stats = make_model(), sparge.CallStats()
+    with enable(model, min_tokens=LEAST):
+        expected = model(ids, use_cache=False).logits
+    model.set_attn_implementation("sparge")
+    module = importlib.import_module("sparge.integrations.transformers.attend")
+    monkeypatch.setattr(module, "USUAL", module.Substitute.checked(None, LEAST, stats))
+    assert torch.equal(model(ids, use_cache=False).logits, expected)
+    assert stats.sparse_calls == LAYERS
+    capped = make_model("Gemma2", attention="eager")
+    capped.set_attn_implementation("sparge")
+    with pytest.raises(sparge.Unsupported, match="Gemma2Attention caps logits, has sinks or"):
+        capped(ids)
+
+
+def test_a_rule_knows_the_layer_and_topk_needs_no_policy(make_model, ids: Tensor) -> None:
+    model, seen = make_model(), []
+
+    def rule(call: sparge.TorchCall) -> Any:
+        seen.append((call.layer, call.is_causal))
+        return sparge.SparsePolicy(topk=0.3, attention_sink=True) if call.layer else None
+
+    with enable(model, rule, LEAST) as sparse:
+        model(ids)
+    assert (sparse.stats.sparse_calls, sparse.stats.dense_calls) == (1, 1)
+    assert seen == [(0, True), (1, True)]
+    with enable(model, topk=0.3, min_tokens=LEAST) as by_topk:
+        model(ids)
+    assert by_topk.stats.density == sparse.stats.density
 
 
 def test_continuous_batching_is_refused_until_it_is_disabled(make_model, ids: Tensor) -> None:

@@ -59,7 +59,7 @@ def test_a_pipeline_of_diffusers_stays_exact(reason: str, caplog) -> None:
     own = tiny(2)
     with enable(tiny.pipe, "manual", topk=0.3, min_tokens=100, start_percent=0.0) as handle:
         assert torch.equal(tiny(2), own)
-    assert handle.result is not None and handle.result.counts.sparse == 0
-    assert handle.result.counts.dense == 8
+    assert handle.stats is not None and handle.stats.counts.sparse == 0
+    assert handle.stats.counts.dense == 8
     if reason == KERNEL_DID_NOT_COMPILE:
-        assert handle.result.counts.reasons == {reason: 8} and len(caplog.records) == 1
+        assert handle.stats.counts.reasons == {reason: 8} and len(caplog.records) == 1

@@ -75,7 +75,7 @@ def _ran(case: str, tiny: Any, device: torch.device, given: dict[str, Any]) -> R
     model.set_attention_backend("native")  # which diffusers keeps for all models
     with enable(tiny.pipe, min_tokens=100, start_percent=0.0, **given) as handle:
         found = {case: tiny(3, guidance=1.0)}
-    result, run = handle.result, handle._run
+    result, run = handle.stats, handle._run
     assert result is not None and run is not None
     found[f"{case} calls"] = torch.tensor([result.counts.sparse, result.counts.dense])
     for heads in run.heads.by_shape.values() if run.heads else ():

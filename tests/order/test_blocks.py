@@ -35,7 +35,7 @@ def test_density_counts_pairs_and_not_blocks(make_qkv) -> None:
     stats.reset()
     nothing = torch.zeros(1, dtype=torch.int32)
     sparge.attention(*make_qkv(1, 2, 5, 64), key_lengths=nothing, stats=stats)
-    assert (stats.density, stats.calls) == (1.0, 1), "there is nothing to attend to"
+    assert (stats.density, stats.sparse_calls) == (1.0, 1), "there is nothing to attend to"
 
 
 def test_ties_go_to_the_lower_index(make_qkv) -> None:

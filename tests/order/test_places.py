@@ -42,9 +42,3 @@ def test_tokens_elsewhere_share_their_blocks_and_give_the_same(make_qkv, topk: f
         torch.testing.assert_close(out, own, rtol=0, atol=4e-3)
         if head_settings or topk < 1:
             assert (untaken - own).abs().max() > 0.05, "another selection"
-
-
-@pytest.mark.parametrize("places", [[0, 1], [*range(345), 5], [*range(1, 347)]])
-def test_places_that_are_not_each_token_once_are_refused(places: list[int]) -> None:
-    with pytest.raises(ValueError, match="give the numbers from 0 to 345, each once"):
-        grid_order(GRID).taken_from(torch.tensor(places))

@@ -6,7 +6,13 @@ video = pipe(prompt).frames
 print(handle.line)
 """
 
+from contextlib import suppress
+
+from ...errors import Unsupported
 from .backend import register_backend
 from .handle import Handle, enable
+
+with suppress(Unsupported):  # `set_attention_backend("sparge")` needs no more than this import
+    register_backend()
 
 __all__ = ["Handle", "enable", "register_backend"]

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention backend "sparge" of diffusers, for transformers that choose theirs by name.
+"""Attention backend "sparge" of diffusers, for transformers that choose theirs by name. The import
+of this package registers it with the policy of `sparge.sdpa`.
 
-stats = sparge.integrations.diffusers.register_backend(SparsePolicy(topk=0.3))
+stats = register_backend(SparsePolicy(topk=0.3))  # with another one, and counts
 pipe.transformer.set_attention_backend("sparge")
 """
 
@@ -14,8 +15,8 @@ from typing import Any
 from torch import Tensor
 
 from ...errors import Unsupported
-from ...policy import SparsePolicy
-from ...sdpa import MIN_TOKENS, Substitute
+from ...policy import PerHead
+from ...sdpa import MIN_TOKENS, Keep, Substitute
 from ...stats import CallStats
 from ...torch_attention import TorchCall
 
@@ -30,19 +31,21 @@ NO_REGISTRY = (
 )
 
 
-def register_backend(policy: SparsePolicy | None = None, min_tokens: int = MIN_TOKENS) -> CallStats:
+def register_backend(
+    policy: Keep = None, min_tokens: int = MIN_TOKENS, *, topk: PerHead | None = None
+) -> CallStats:
     """Adds the backend "sparge" to those of diffusers; gives what counts its calls.
 
-    Sparse are the calls that `sparge.sdpa` makes sparse, and by the same policy; the others go to
-    diffusers' backend "native", with their reason counted. It knows nothing of text, grid or steps:
-    where a pipeline has a row, `enable` keeps more of the picture at the same speed. Once more it
-    replaces policy and counts.
+    Sparse are the calls that `sparge.sdpa` makes sparse, and by the same policy, rule or topk; the
+    others go to diffusers' backend "native", with their reason counted. It knows nothing of text,
+    grid or steps: where a pipeline has a row, `enable` keeps more of the picture at the same speed.
+    Once more it replaces policy and counts.
 
     Raises:
         Unsupported: this version of diffusers has no such list.
     """
     stats = CallStats()
-    serve = Substitute.checked(policy, min_tokens, stats).sparse
+    serve = Substitute.checked(policy, min_tokens, stats, topk).sparse
     stats.prepare()
     try:
         dispatch: Any = importlib.import_module("diffusers.models.attention_dispatch")

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...checks.argument import check_kind
 from ...compiling import has_been_traced
 from ...failures import MEANT_FOR_HOST, Failures
 from ...kernels.warmup import Needs
 from ...policy import SparsePolicy
+from ...sdpa import Keep, Substitute
 from ...session import (
     AUTO_BUDGET,
     AUTO_QUALITY,
@@ -79,11 +79,11 @@ _enabled: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Handle]] = (
 
 def enable(
     pipe: Any,
-    mode: str = AUTO_QUALITY,
+    mode: str | Keep = None,
     *,
-    quality: str | None = None,
+    quality: str | float | None = None,
     topk: float | None = None,
-    policy: SparsePolicy | None = None,
+    policy: Keep = None,
     start_percent: float = 0.1,
     end_percent: float = 1.0,
     min_tokens: int = 4096,
@@ -98,10 +98,13 @@ def enable(
             it is moved, offloaded or compiled.
         mode: "auto quality": heads are measured, and made as sparse as `quality` allows; "auto
             budget": they are measured, and share out `topk`; "manual": all follow one policy.
-        quality: "high", "balanced" (without one) or "fast"; for mode "auto quality".
+            Without one the next three say it; a policy or a rule may stand in its place.
+        quality: "high", "balanced" (without one) or "fast", or a mean error such as 0.05; for mode
+            "auto quality".
         topk: share of the attention that sparse steps compute, in the mean of the heads ("auto
             budget") or in each ("manual"); 0.5 without one.
-        policy: for mode "manual", in place of `topk`. Text stays exact whatever it says.
+        policy: for mode "manual", in place of `topk`; or a rule, as `sparge.sdpa` takes one, whose
+            calls have `layer` and `grid`. Text stays exact whatever it says; an order says itself.
         start_percent, end_percent: steps before and after these shares of the run are dense.
         min_tokens: attention over fewer tokens is exact.
         dense_blocks: blocks whose attention stays dense, such as "0-2, -1".
@@ -111,15 +114,20 @@ def enable(
         ValueError: an argument is none of these or not one of the mode, or the pipeline has no
             transformer.
     """
+    if mode is not None and not isinstance(mode, str):
+        if policy is not None:
+            raise ValueError("policy is given twice, by its name and in place of a mode.")
+        mode, policy = None, mode
     if mode in QUALITIES:
         raise ValueError(f'mode is "{mode}"; a quality goes by its name: quality="{mode}".')
     goals = {"quality": quality, "topk": topk, "policy": policy}
     given = {name: goal for name, goal in goals.items() if goal is not None}
+    if mode is None:
+        mode = next((each for each, names in _GOALS.items() if {*given} & {*names}), AUTO_QUALITY)
     if mode in _GOALS and (len(given) > 1 or not {*given} <= {*_GOALS[mode]}):
         takes = (f'mode "{each}" takes {" or ".join(names)}' for each, names in _GOALS.items())
         raise ValueError(f'{" and ".join(given)} given with mode "{mode}": {", ".join(takes)}.')
-    if policy is not None:
-        check_kind("policy", policy, SparsePolicy, "a SparsePolicy, say SparsePolicy(topk=0.3)")
+    Substitute.checked(policy, min_tokens, None)
     settings = Settings(
         mode=mode,
         start_percent=start_percent,
@@ -157,7 +165,7 @@ class Handle:
         pipe: Any,
         transformers: list[torch.nn.Module],
         settings: Settings,
-        policy: SparsePolicy | None,
+        policy: Keep,
     ) -> None:
         self._pipe, self._settings, self._policy = pipe, settings, policy
         self._run: Session | None = None
@@ -186,7 +194,7 @@ class Handle:
     def line(self) -> str:
         """Verdict on the last run: what it gained and how much was computed, or why nothing was
         sparse. Waits for the GPU."""
-        result = self.result
+        result = self.stats
         if result is None or self._has_other_model:
             return self._no_run()
         if result.notes and not result.counts.calls:
@@ -196,7 +204,7 @@ class Handle:
     def report(self) -> str:
         """Lines on the last run: its calls by reason, and what was measured of each layer. Waits
         for the GPU."""
-        result = self.result
+        result = self.stats
         return self._no_run() if result is None or self._has_other_model else details(result)
 
     @property
@@ -215,8 +223,8 @@ class Handle:
         return f"{NOT_RUN} Or {PLAIN.whole_graph.told}." if has_been_traced() else NOT_RUN
 
     @property
-    def result(self) -> Report | None:
-        """Facts of the last run; None before there is one. Waits for the GPU."""
+    def stats(self) -> Report | None:
+        """Counts and facts of the last run; None before there is one. Waits for the GPU."""
         if self._run is None:
             return None
         return self._run.report(stopped=not self._steps.is_last)
@@ -296,8 +304,10 @@ class Handle:
         )
         schedule = [float(steps - step) for step in range(steps)]
         run = self._run = Session(settings, window, schedule, words=WORDS)
-        if self._policy is not None:
+        if isinstance(self._policy, SparsePolicy):
             run.asked = self._policy
+        else:
+            run.rule = self._policy
         if isinstance(getattr(self._pipe, "controlnet", None), torch.nn.Module):
             run.note(CONTROLNET)
         head_dim = getattr(getattr(model, "config", None), "attention_head_dim", None)

@@ -12,18 +12,21 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from ...attention import attention
-from ...sdpa import Substitute
+from ...errors import Unsupported
+from ...sdpa import MIN_TOKENS, Substitute
 from ...stats import count_exact
-from ...torch_attention import TorchCall, as_autocast, why_exact
+from ...torch_attention import TorchCall, as_autocast
 from .causal_mask import CausalMask, Prefill, prefill
 
-#: Names of our implementation, and of that which computes what stays exact.
-NAME, EXACT = "sparge_enabled", "sdpa"
+#: Names of our implementation: as `enable` sets it, and as others may, with the policy of
+#: `sparge.sdpa`; and of that which computes what stays exact.
+NAME, BY_NAME, EXACT = "sparge_enabled", "sparge", "sdpa"
 #: Rules of sparse models, by the identity of each configuration that names their attention. A copy
 #: of one is another object, so it has none, and its calls are exact.
 rules: dict[int, Substitute] = {}
 #: Rules by which no call is sparse, and none is counted.
 OFF = Substitute.checked(None, sys.maxsize, None)
+USUAL = Substitute.checked(None, MIN_TOKENS, None)
 
 
 def mask(**given: Any) -> Tensor | None:
@@ -73,18 +76,21 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Attention of a layer: query (B, H, Nq, D), key and value (B, Hkv, Nk, D)."""
     out, queries, substitute = None, query.shape[2], rules_of(getattr(module, "config", None))
-    long = queries >= max(2, substitute.min_tokens)
+    long, layer = queries >= max(2, substitute.min_tokens), getattr(module, "layer_idx", None)
+    own = (getattr(module, "indexer", None), others.get("softcap"), others.get("s_aux"))
+    if any(each is not None for each in own):
+        raise Unsupported(f"{type(module).__name__} caps logits, has sinks or chooses keys itself.")
     if why := _why_own(module, key, others):
         count_exact(substitute.stats, why)
     elif isinstance(attention_mask, CausalMask):
         seen = attention_mask.prefill
-        out = _prefill(substitute, query, key, value, seen, dropout, scaling)
+        out = _prefill(substitute, query, key, value, seen, dropout, scaling, layer)
     elif long and attention_mask is not None and _has_row_for_each_query(attention_mask):
         count_exact(substitute.stats, "a mask that hides other keys from some queries")
     else:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         causal = causal and attention_mask is None and queries > 1
-        call = (query, key, value, attention_mask, dropout, causal, scaling, True)
+        call = (query, key, value, attention_mask, dropout, causal, scaling, True, layer)
         out = substitute.sparse(TorchCall(*call))
         out = None if out is None else out.transpose(1, 2)
     if out is not None:
@@ -109,7 +115,8 @@ def _why_own(module: nn.Module, key: Tensor, others: dict[str, Any]) -> str:
 
 def rules_of(config: object) -> Substitute:
     """Rules of the layers that have this very configuration."""
-    return rules.get(id(config), OFF)
+    named = getattr(config, "_attn_implementation", None) == BY_NAME
+    return rules.get(id(config), USUAL if named else OFF)
 
 
 def _prefill(
@@ -120,26 +127,27 @@ def _prefill(
     seen: Prefill,
     dropout: float,
     scaling: float | None,
+    layer: int | None,
 ) -> Tensor | None:
     """(B, Nq, H, D) of a plain causal call, zeros for padding; None where it stays exact."""
     key, value = key[:, :, : seen.tokens], value[:, :, : seen.tokens]
-    policy, stats = substitute.policy, substitute.stats
-    call = TorchCall(query, key, value, None, dropout, is_causal=True, enable_gqa=True)
-    why = why_exact(call, substitute.min_tokens)
-    if why:
-        count_exact(stats, why)
+    stats = substitute.stats
+    call = TorchCall(query, key, value, None, dropout, True, scaling, True, layer)
+    ruled = substitute.options(call, seen.real is not None)
+    if ruled is None:
         return None
 
     def attend() -> Tensor:
         q, k, v = (as_autocast(x) for x in (query, key, value))
         options: dict[str, Any] = {
+            **ruled,
             "causal": "bottom-right",
             "scale": scaling,
             "out_layout": "NHD",
             "stats": None if stats is None else stats.on(q.device),
         }
         if seen.real is None:
-            return attention(q, k, v, policy, **options)
+            return attention(q, k, v, **options)
         out = q.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[-1])
         for entry, (start, end) in enumerate(seen.real):
             # Real queries of this pass; the last of them sees the last real key.
@@ -147,7 +155,7 @@ def _prefill(
             if last > first:
                 one, rows = slice(entry, entry + 1), slice(first, last)
                 keys = one, slice(None), slice(start, end)
-                out[one, rows] = attention(q[one, :, rows], k[keys], v[keys], policy, **options)
+                out[one, rows] = attention(q[one, :, rows], k[keys], v[keys], **options)
         return out
 
     return substitute.tried(query.device, attend)

@@ -14,13 +14,14 @@ from transformers import (
 
 from ...checks.argument import check_kind
 from ...errors import Unsupported
-from ...policy import SparsePolicy
-from ...sdpa import MIN_TOKENS, Substitute
+from ...policy import PerHead
+from ...sdpa import MIN_TOKENS, Keep, Substitute
 from ...stats import CallStats
-from .attend import EXACT, NAME, attend, mask, rules
+from .attend import BY_NAME, EXACT, NAME, attend, mask, rules
 
-AttentionInterface.register(NAME, attend)
-AttentionMaskInterface.register(NAME, mask)
+for name in (NAME, BY_NAME):
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, mask)
 
 
 class SparseModel:
@@ -69,7 +70,11 @@ _enabled: dict[int, SparseModel] = {}
 
 
 def enable(
-    model: PreTrainedModel, policy: SparsePolicy | None = None, min_tokens: int = MIN_TOKENS
+    model: PreTrainedModel,
+    policy: Keep = None,
+    min_tokens: int = MIN_TOKENS,
+    *,
+    topk: PerHead | None = None,
 ) -> SparseModel:
     """Makes attention of `model` sparse where it can be: causal prefill of at least `min_tokens`
     tokens, whole or in chunks, also with padding on either side and with a static cache, and long
@@ -79,7 +84,8 @@ def enable(
 
     model: also in the wrapper that torch.compile gives.
     policy: without it half of the key blocks, and always the first one. Text needs the first
-        (`attention_sink=True`): a head that looks for nothing looks there.
+        (`attention_sink=True`): a head that looks for nothing looks there. Or a rule, or topk, as
+        `sparge.sdpa` takes them.
 
     Raises:
         Unsupported: the model cannot have PyTorch's attention or has "eager", does not take its
@@ -88,7 +94,7 @@ def enable(
     model = getattr(model, "_orig_mod", model)
     check_kind("model", model, PreTrainedModel, "a model of transformers")
     stats = CallStats()
-    substitute = Substitute.checked(policy, min_tokens, stats)
+    substitute = Substitute.checked(policy, min_tokens, stats, topk)
     for config in _configs(model):
         if (earlier := _enabled.get(id(config))) is not None:
             earlier.disable()
