@@ -156,24 +156,17 @@ class Substitute:
 
     def sparse(self, call: TorchCall) -> Tensor | None:
         """Sparse result, or None for a call that stays torch's, whose reason was counted."""
-        options = self.options(call, call.attn_mask is not None)
-        if options is None:
-            return None
-        return self.tried(call.query.device, lambda: self._attend(call, options))
-
-    def options(self, call: TorchCall, padded: bool) -> RuleOptions | None:
-        """Keywords of `attention` for a call, or None likewise. padded: keys are cut off."""
         why, options = why_exact(call, self.min_tokens), None
         if not why:
             options = options_of(self.policy, call)
             if options is None:
                 why = BY_RULE
-            elif padded and ("order" in options or "block_mask" in options):
+            elif call.attn_mask is not None and ("order" in options or "block_mask" in options):
                 why = PADDED
-        if why:
+        if options is None or why:
             count_exact(self.stats, why)
             return None
-        return options
+        return self.tried(call.query.device, lambda: self._attend(call, options))
 
     def tried(self, device: torch.device, attend: Callable[[], Tensor]) -> Tensor | None:
         """Sparse result of attend(), or None where it is refused or has no kernels, which is
