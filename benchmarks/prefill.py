@@ -8,7 +8,7 @@ cache and the logits of the last token alone. Its layers are alike, so a few of 
 of all: in 4 of 32 the embedding and the last logits are below 1 % of the time. Without attention
 each layer is what it is otherwise. What can be saved is the time between the model's own and that;
 the table says which share of it is. Random weights attend evenly, which tells times and not how
-true the result is. Another --chunk than all tokens takes less memory.
+true the result is.
 """
 
 from __future__ import annotations
@@ -77,21 +77,15 @@ def make_model(layers: int) -> Any:
 
 
 @torch.inference_mode()
-def run(model: Any, ids: Tensor, chunk: int) -> Tensor:
-    """(1, words) logits of the last token, after a prefill in parts of at most `chunk` tokens."""
-    cache, logits = None, None
-    for part in ids.split(chunk, 1):
-        out = model(part, cache=cache, use_cache=True, logits_to_keep=1)
-        cache, logits = out.cache, out.logits
-    assert logits is not None
-    return logits[:, -1]
+def run(model: Any, ids: Tensor) -> Tensor:
+    """(1, words) logits of the last token, after a prefill with a cache."""
+    return model(ids, use_cache=True, logits_to_keep=1).logits[:, -1]
 
 
 def time_all(
     model: Any,
     tokens: int,
     topks: list[float],
-    chunk: int,
     ms_of: Callable[[Callable[[], object]], float],
     min_tokens: int = MIN_TOKENS,
 ) -> list[Timing]:
@@ -102,7 +96,7 @@ def time_all(
     ids = torch.randint(model.config.vocab_size, (1, tokens), device=device)
 
     def work() -> Any:
-        return run(model, ids, chunk)
+        return run(model, ids)
 
     found = [Timing(tokens, "own", ms_of(work))]
     with free_attention(model):
@@ -158,7 +152,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[24576, 131072])
     parser.add_argument("--topk", type=float, nargs="+", default=[0.3, 0.2, 0.1])
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--chunk", type=int, help="tokens of a pass; by default all")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--min-tokens", type=int, default=MIN_TOKENS)
     parser.add_argument("--out", type=Path, help="a .jsonl file for the rows")
@@ -171,10 +164,9 @@ def main(arguments: list[str] | None = None) -> None:
     facts = {"layers": options.layers, "where": where, "commit": commit()}
     rows: list[dict[str, Any]] = []
     for tokens in options.tokens:
-        chunk = options.chunk or tokens
-        found = time_all(model, tokens, options.topk, chunk, ms_of, options.min_tokens)
+        found = time_all(model, tokens, options.topk, ms_of, options.min_tokens)
         own, free = (timing.ms for timing in found[:2])
-        rows += [timing.row(facts | {"chunk": chunk}, own, free) for timing in found]
+        rows += [timing.row(facts, own, free) for timing in found]
     print(f"{options.layers} of {LAYERS_OF_ALL} layers, {where}\n\n{table(rows)}")
     if options.out:
         write_rows(options.out, rows)

@@ -146,19 +146,13 @@ class Substitute:
 
     def sparse(self, call: TorchCall) -> Tensor | None:
         """Sparse result, or None for a call that stays torch's, whose reason was counted."""
-        options = self.options(call, call.attn_mask is not None)
-        if options is None:
-            return None
-        return self.tried(call.query.device, lambda: self._attend(call, options))
-
-    def options(self, call: TorchCall, padded: bool) -> RuleOptions | None:
-        """Keywords of `attention` for a call, or None likewise. padded: keys are cut off."""
         why = why_exact(call, self.min_tokens)
         options = None if why else options_of(self.policy, call)
-        if options is not None and not (padded and ("order" in options or "block_mask" in options)):
-            return options
-        count_exact(self.stats, why or (BY_RULE if options is None else PADDED))
-        return None
+        padded = call.attn_mask is not None
+        if options is None or (padded and ("order" in options or "block_mask" in options)):
+            count_exact(self.stats, why or (BY_RULE if options is None else PADDED))
+            return None
+        return self.tried(call.query.device, lambda: self._attend(call, options))
 
     def tried(self, device: torch.device, attend: Callable[[], Tensor]) -> Tensor | None:
         """Sparse result of attend(), or None where it is refused or has no kernels, which is

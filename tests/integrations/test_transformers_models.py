@@ -169,7 +169,7 @@ def test_a_model_takes_it_by_its_name(make_model, ids: Tensor, monkeypatch) -> N
     with enable(model, min_tokens=LEAST):
         expected = model(ids, use_cache=False).logits
     model.set_attn_implementation("sparge")
-    module = importlib.import_module("sparge.integrations.transformers.attend")
+    module = importlib.import_module("sparge.integrations.transformers")
     monkeypatch.setattr(module, "USUAL", module.Substitute.checked(None, LEAST, stats))
     assert torch.equal(model(ids, use_cache=False).logits, expected)
     assert stats.sparse_calls == LAYERS
