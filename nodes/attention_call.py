@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..sparge.session import Call, unknown_options
+from ..sparge.session import Call, may_be_padding, unknown_options
 
 #: Keywords that do not change the result, or that the library honours.
 _KNOWN_OPTIONS = {
@@ -56,6 +56,8 @@ def call_of(
         why_exact = unknown_options(x for x in changing if options[x] is not False)
     if options.get("low_precision_attention") is False:
         why_exact = "the model asks for full precision here"
+    by_head = mask is not None and mask.ndim == 4 and mask.shape[1] > 1
+    may_be = mask is not None and not by_head and may_be_padding(mask, *views[:2])
     of_model = options.get("transformer_options") or {}
     return Call(
         *views,
@@ -63,19 +65,10 @@ def call_of(
         layout="HND" if skip_output_reshape else "flat",
         by_backend=by_backend,
         mask=mask,
-        key_mask=None if mask is None else _key_mask(mask, *views[:2]),
+        key_mask=mask if may_be else None,
         why_exact=why_exact,
         reference_tokens=sum(of_model.get(_REFERENCES) or ()),
     )
-
-
-def _key_mask(mask: Tensor, q: Tensor, k: Tensor) -> Tensor | None:
-    """Mask of one row of keys for all heads and queries of a batch entry, else None."""
-    if not 2 <= mask.ndim <= 4:
-        return None
-    entries, *same, keys = mask.shape if mask.ndim > 2 else (1, *mask.shape)
-    of_batch = entries in (1, q.shape[0]) and keys == k.shape[2]
-    return mask if of_batch and set(same) == {1} else None
 
 
 def _named(

@@ -323,7 +323,11 @@ def _parts(
     scale and mask of some of these key heads."""
     q, k, v = call.qkv
     batch, every, keys, head_dim = k.shape
-    mask = None if call.key_mask is None else call.key_mask.reshape(-1, 1, 1, 1, keys)
+    mask = call.key_mask
+    if mask is not None:
+        mask = mask.reshape(-1, 1, 1, mask.shape[-2], keys)
+    if mask is not None and mask.shape[-2] > 1:
+        mask = mask.index_select(-2, rows)
     q = q.index_select(2, rows).unflatten(1, (every, -1))
     for part in kv_heads.split(max(1, _PART // (4 * batch * keys * head_dim))):
         queries, keys_of, values_of = (x.index_select(1, part).float() for x in (q, k, v))
@@ -350,6 +354,7 @@ def _attended(
     scores = torch.cat([q, rounded], -2) @ k.mT * scale
     if mask is not None:
         hides = mask.dtype == torch.bool
+        mask = mask if mask.shape[-2] == 1 else torch.cat([mask, mask], -2)
         scores = scores.masked_fill(~mask, -torch.inf) if hides else scores + mask
     weights = scores.softmax(-1)
     out, of_rounded = _summed(weights, v).chunk(2, -2)

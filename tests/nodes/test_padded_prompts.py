@@ -34,6 +34,14 @@ def padding(real=REAL, places=None):
     return mask
 
 
+def added(real):
+    return torch.zeros(real.shape).masked_fill(~real, -torch.inf)
+
+
+OF_BOTH = padding()[0] == 0
+OF_BOTH = OF_BOTH.mT & OF_BOTH
+
+
 @pytest.fixture
 def qkv(generator):
     return torch.randn(3, 1, HEADS, TOKENS, 64, generator=generator)
@@ -85,9 +93,12 @@ def test_the_real_tokens_are_served_in_their_order(run, qkv, heads_first):
         (padding(TEXT), None, [0], (TOKENS, [TEXT, GRID])),
         (padding()[None], None, [1, 0], (REAL + GRID, [REAL, GRID])),
         (padding(), network("Novelty"), [0], (REAL + GRID, [])),
+        (OF_BOTH, None, [0], (REAL + GRID, [REAL, GRID])),
+        (added(OF_BOTH)[None], None, [1, 0], (REAL + GRID, [REAL, GRID])),
     ],
-    ids=["in front, of bools", "none hidden", "one for both prompts", "a model without a row"],
-)
+    ids=["in front, of bools", "none hidden", "one for both prompts", "a model without a row",
+         "of queries too, of bools", "of queries too"],
+)  # fmt: skip
 def test_other_padding(run, qkv, mask, model, batch, wanted):
     """A model without a row has no order."""
     got = run(mask, model=model, batch=batch)
@@ -106,7 +117,7 @@ def test_auto_modes_measure_the_real_tokens(run, qkv):
 WEIGHTS = padding()
 WEIGHTS[..., 3] = -0.5
 UNSERVED = {
-    "of queries too": torch.zeros(TOKENS, TOKENS),
+    "of queries too": added(torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()),
     "weights": WEIGHTS,
     "a hole in the picture": padding(places=[TEXT + 7]),
     "no real token": padding(places=range(TOKENS)),
