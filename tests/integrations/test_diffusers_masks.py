@@ -4,7 +4,6 @@ changes."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -21,8 +20,6 @@ from benchmarks.metrics import rel_l2
 from sparge.integrations.diffusers import enable
 from sparge.session import MASK
 from tests.tiny_models.pipelines import drawn, flow
-
-diffusers: Any = sys.modules["diffusers"]  # its parts are found when they are asked for
 
 pytestmark = pytest.mark.usefixtures("reference_allowed", "no_mode_left")
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +16,7 @@ pytest.importorskip("diffusers")
 import sparge
 from benchmarks.metrics import rel_l2
 from sparge.integrations.diffusers import enable
-from sparge.integrations.diffusers.layout import ROWS, row_of
+from sparge.integrations.diffusers.layout import ROWS
 from sparge.sdpa import AttentionMode
 from tests.tiny_models.pipelines import ALL, TEXT, WIDTH, diffusers, drawn, flow, mask
 from tests.tiny_models.transformers import TRANSFORMERS
@@ -24,10 +26,12 @@ pytestmark = pytest.mark.usefixtures("reference_allowed", "no_mode_left")
 EIGHT_BIT, PROMPTS = 0.03, (5, 6)
 
 
-def test_each_row_has_a_tiny_model() -> None:
-    others = {row.name for row in ROWS.values()} - {*TRANSFORMERS}
-    assert len(others) == len(ROWS) - len(TRANSFORMERS)
-    assert all(any(pipeline.startswith(name) for pipeline in ALL) for name in others)
+def test_each_row_has_a_tiny_model_and_a_line_in_the_table() -> None:
+    table = (Path(__file__).parents[2] / "docs/hosts/diffusers.md").read_text(encoding="utf-8")
+    lines = dict(re.findall(r"^\| ([^|]+) \| `(\w+)` \|", table, re.MULTILINE))
+    assert lines == {row.name: kind for kind, row in ROWS.items()}
+    pipelines = {re.sub(r"[ .].*", "", name) for name in ALL}
+    assert {*lines} == {*TRANSFORMERS, *pipelines}
 
 
 @pytest.mark.parametrize("name", TRANSFORMERS)
@@ -35,8 +39,7 @@ def test_a_row_is_what_the_model_does(name: str, served: list[Any]) -> None:
     """Text is where queries change with the prompt; all attention is counted, and kept it is native
     to 8 bits."""
     tiny, calls = TRANSFORMERS[name](), []
-    row = row_of(tiny.model)
-    assert row is not None and row.name == name
+    assert ROWS[type(tiny.model).__name__].name == name
     pipe = SimpleNamespace(transformer=tiny.model, scheduler=flow())
     pipe.scheduler.set_timesteps(1)
     with torch.no_grad():
@@ -63,17 +66,11 @@ def test_a_row_is_what_the_model_does(name: str, served: list[Any]) -> None:
 
 
 PROMPT = drawn(1, TEXT, WIDTH, seed=3)
-#: Pipelines of those models, and what they are given.
+#: Pipelines of those models, and what they are given beside the prompt.
 PIPELINES: dict[str, tuple[str, dict[str, Any]]] = {
-    "Flux 2": ("Flux2KleinPipeline", {"prompt_embeds": PROMPT, "guidance_scale": 1.0}),
-    "Chroma": (
-        "ChromaPipeline",
-        {"prompt_embeds": PROMPT, "prompt_attention_mask": mask(19), "guidance_scale": 1.0},
-    ),
-    "Qwen-Image": (
-        "QwenImagePipeline",
-        {"prompt_embeds": PROMPT, "prompt_embeds_mask": mask(19), "true_cfg_scale": 1.0},
-    ),
+    "Flux 2": ("Flux2KleinPipeline", {"guidance_scale": 1.0}),
+    "Chroma": ("ChromaPipeline", {"prompt_attention_mask": mask(19), "guidance_scale": 1.0}),
+    "Qwen-Image": ("QwenImagePipeline", {"prompt_embeds_mask": mask(19), "true_cfg_scale": 1.0}),
     "Z-Image": ("ZImagePipeline", {"prompt_embeds": [PROMPT[0]], "guidance_scale": 0}),
 }
 
@@ -86,12 +83,13 @@ def test_pipelines_give_what_a_row_reads(name: str, served: list[Any]) -> None:
     model = TRANSFORMERS[name]().model
     pipe = getattr(diffusers, kind)(transformer=model, scheduler=flow(), **parts)
     pipe.vae_scale_factor = 8
-    norm, config = torch.nn.BatchNorm2d(16), SimpleNamespace(batch_norm_eps=1e-5)
-    vars(pipe)["vae"] = SimpleNamespace(bn=norm, config=config)  # Flux 2 asks for them
+    facts = SimpleNamespace(batch_norm_eps=1e-5)  # for which Flux 2 asks
+    vars(pipe)["vae"] = SimpleNamespace(bn=torch.nn.BatchNorm2d(16), config=facts)
     pipe.set_progress_bar_config(disable=True)
     handle = enable(pipe, "manual", topk=0.3, min_tokens=100, start_percent=0.5)
     with handle, torch.inference_mode():
-        pipe(output_type="latent", height=240, width=320, num_inference_steps=4, **given)
+        given = {"prompt_embeds": PROMPT, "num_inference_steps": 4, "output_type": "latent"} | given
+        pipe(height=240, width=320, **given)
     assert handle.result is not None and handle.result.notes == ()
     counts = handle.result.counts
     assert counts.sparse > 0 and counts.reasons["before start_percent 0.5"] == counts.sparse

@@ -34,10 +34,6 @@ def padding(real=REAL, places=None):
     return mask
 
 
-def added(real):
-    return torch.zeros(real.shape).masked_fill(~real, -torch.inf)
-
-
 OF_BOTH = padding()[0] == 0
 OF_BOTH = OF_BOTH.mT & OF_BOTH
 
@@ -94,7 +90,7 @@ def test_the_real_tokens_are_served_in_their_order(run, qkv, heads_first):
         (padding()[None], None, [1, 0], (REAL + GRID, [REAL, GRID])),
         (padding(), network("Novelty"), [0], (REAL + GRID, [])),
         (OF_BOTH, None, [0], (REAL + GRID, [REAL, GRID])),
-        (added(OF_BOTH)[None], None, [1, 0], (REAL + GRID, [REAL, GRID])),
+        (OF_BOTH.log()[None], None, [1, 0], (REAL + GRID, [REAL, GRID])),
     ],
     ids=["in front, of bools", "none hidden", "one for both prompts", "a model without a row",
          "of queries too, of bools", "of queries too"],
@@ -117,7 +113,7 @@ def test_auto_modes_measure_the_real_tokens(run, qkv):
 WEIGHTS = padding()
 WEIGHTS[..., 3] = -0.5
 UNSERVED = {
-    "of queries too": added(torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()),
+    "of queries too": torch.ones(TOKENS, TOKENS).tril().log(),
     "weights": WEIGHTS,
     "a hole in the picture": padding(places=[TEXT + 7]),
     "no real token": padding(places=range(TOKENS)),

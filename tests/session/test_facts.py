@@ -274,7 +274,6 @@ MASKS: dict[str, tuple[Tensor, Any]] = {
         MASK,
     ),
     "rows that are added": (-torch.eye(344)[None, None], MASK),
-    "weights of padding times padding": ((ROW + ROW.mT) / 1e5, MASK),
     "another length": (torch.zeros(1, 1, 1, 340), None),
     "entries alike in number": (TWO, "two"),
     "entries that are not": (torch.cat([added(20), added(3, 9)]), UNEVEN),

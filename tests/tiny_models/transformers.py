@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .pipelines import TEXT, WIDTH, diffusers, drawn, made, mask
 
-CLIP, PICTURE, REFERENCE = (3, 6, 8), (1, 10, 14), (1, 6, 8)
+CLIP, PICTURE, EDITED = (3, 6, 8), (1, 10, 14), (1, 6, 8)
 LATENT = (3, 12, 16)
 #: Real tokens of text of masked models; tokens of what else models are given.
 REAL, SECOND_TEXT, IMAGE, SOUND, CONDITION = 19, 9, 5, 20, 7
@@ -34,7 +34,6 @@ class TinyTransformer:
     beside: int = 0
 
     def __call__(self, seed: int) -> Tensor:
-        """Result of a pass with another prompt for each seed."""
         listed = "x" in self.given
         prompt, timestep = ("cap_feats", "t") if listed else ("encoder_hidden_states", "timestep")
         text = self.given[prompt]
@@ -58,23 +57,21 @@ def _loaded(model: Any) -> Any:
     return model.eval()
 
 
-def _given(*latent: int) -> dict[str, Any]:
-    text = drawn(1, TEXT, WIDTH, seed=2)
-    return {"hidden_states": drawn(1, *latent, seed=1), "encoder_hidden_states": text}
+def _tiny(kind: str, given: dict[str, Any], facts: Any = None, **config: Any) -> TinyTransformer:
+    sizes = {"in_channels": 4, "num_layers": 2} | config
+    common = {
+        "hidden_states": drawn(1, sizes["in_channels"], *LATENT, seed=1),
+        "encoder_hidden_states": drawn(1, TEXT, WIDTH, seed=2),
+    }  # fmt: skip
+    model = _loaded(made(getattr(diffusers, kind), **sizes))
+    return TinyTransformer(model, common | given, **facts or {})
 
 
-def _video(name: str, given: Any = None, sparse: int = 2, **config: Any) -> TinyTransformer:
-    sizes = {"in_channels": 4, "out_channels": 4, "num_layers": 2} | config
-    model = _loaded(made(getattr(diffusers, f"{name}Transformer3DModel"), **sizes))
-    given = _given(sizes["in_channels"], *LATENT) | (given or {})
-    return TinyTransformer(model, given, CLIP, sparse)
-
-
-def _picture(name: str, given: Any, real: int, tail: int = 0, **config: Any) -> TinyTransformer:
+def _picture(kind: str, given: Any, real: int, tail: int = 0, **config: Any) -> TinyTransformer:
     sizes = {"in_channels": 16, "joint_attention_dim": WIDTH, "axes_dims_rope": (16, 24, 24)}
-    model = _loaded(made(getattr(diffusers, f"{name}Transformer2DModel"), **sizes | config))
-    given = _given(prod(PICTURE) + tail, 16) | given
-    return TinyTransformer(model, given, PICTURE, 2, (real, 0), tail)
+    tokens = {"hidden_states": drawn(1, prod(PICTURE) + tail, 16, seed=1)}
+    facts = {"grid": PICTURE, "text": (real, 0), "tail": tail}
+    return _tiny(f"{kind}Transformer2DModel", tokens | given, facts, **sizes | config)
 
 
 def _ids(number: int, grid: tuple[int, int, int], columns: int) -> Tensor:
@@ -82,85 +79,79 @@ def _ids(number: int, grid: tuple[int, int, int], columns: int) -> Tensor:
     return nn.functional.pad(ids, (0, columns - 3))
 
 
-def _wan(name: str, given: Any = None, sparse: int = 2, **config: Any) -> TinyTransformer:
+def _wan(kind: str, given: Any = None, facts: Any = None, **config: Any) -> TinyTransformer:
     sizes = {"text_dim": WIDTH, "freq_dim": 32, "ffn_dim": 64, "rope_max_seq_len": 64} | config
-    return _video(name, given, sparse, patch_size=(1, 2, 2), **sizes)
+    sizes |= {"patch_size": (1, 2, 2), "out_channels": 4}
+    return _tiny(f"{kind}Transformer3DModel", given or {}, facts, **sizes)
 
 
 def wan_animate() -> TinyTransformer:
-    given = {
-        "pose_hidden_states": drawn(1, 4, 2, 12, 16, seed=3),
-        "face_pixel_values": drawn(1, 3, 5, 16, 16, seed=4),
-    }  # fmt: skip
+    pose, faces = drawn(1, 4, 2, 12, 16, seed=3), drawn(1, 3, 5, 16, 16, seed=4)
     return _wan(
-        "WanAnimate", given, in_channels=12, latent_channels=4, image_dim=None, motion_dim=4,
-        inject_face_latents_blocks=2, motion_encoder_size=16, motion_style_dim=16,
-        motion_encoder_channel_sizes={"4": 16, "8": 16, "16": 16}, motion_encoder_dim=16,
-        face_encoder_hidden_dim=16, face_encoder_num_heads=2,
+        "WanAnimate", {"pose_hidden_states": pose, "face_pixel_values": faces}, in_channels=12,
+        latent_channels=4, image_dim=None, motion_dim=4, inject_face_latents_blocks=2,
+        motion_encoder_channel_sizes={"4": 16, "8": 16, "16": 16}, motion_encoder_size=16,
+        motion_style_dim=16, motion_encoder_dim=16, face_encoder_hidden_dim=16,
     )  # fmt: skip
 
 
-def cosmos() -> TinyTransformer:
-    """2.5, of text and image."""
-    texts = drawn(1, TEXT, WIDTH, seed=2), drawn(1, IMAGE, 16, seed=3)
-    return _video(
-        "Cosmos", {"encoder_hidden_states": texts}, text_embed_dim=WIDTH, adaln_lora_dim=16,
-        max_size=(8, 32, 32), concat_padding_mask=False, extra_pos_embed_type=None,
-        img_context_dim_in=16, img_context_dim_out=128,
+def cosmos_2_5() -> TinyTransformer:
+    text_and_image = drawn(1, TEXT, WIDTH, seed=2), drawn(1, IMAGE, 16, seed=3)
+    return _tiny(
+        "CosmosTransformer3DModel", {"encoder_hidden_states": text_and_image}, out_channels=4,
+        text_embed_dim=WIDTH, adaln_lora_dim=16, max_size=(8, 32, 32), concat_padding_mask=False,
+        extra_pos_embed_type=None, img_context_dim_in=16, img_context_dim_out=128,
     )  # fmt: skip
 
 
 def kandinsky() -> TinyTransformer:
     torch.manual_seed(0)
-    model = diffusers.Kandinsky5Transformer3DModel(
-        in_text_dim=WIDTH, in_text_dim2=16, time_dim=32, model_dim=128, ff_dim=64,
-        num_text_blocks=1, num_visual_blocks=2,
-    )  # fmt: skip
-    given = _given(4, *LATENT) | {
-        "pooled_projections": drawn(1, 16, seed=3), "text_rope_pos": torch.arange(TEXT),
+    sizes = {"time_dim": 32, "model_dim": 128, "ff_dim": 64, "num_text_blocks": 1}
+    texts = {"in_text_dim": WIDTH, "in_text_dim2": 16}
+    model = diffusers.Kandinsky5Transformer3DModel(num_visual_blocks=2, **sizes, **texts)
+    given = {
+        "hidden_states": drawn(1, *LATENT, 4, seed=1), "text_rope_pos": torch.arange(TEXT),
+        "encoder_hidden_states": drawn(1, TEXT, WIDTH, seed=2),
+        "pooled_projections": drawn(1, 16, seed=3),
         "visual_rope_pos": [torch.arange(size) for size in CLIP],
     }  # fmt: skip
-    given["hidden_states"] = given["hidden_states"].movedim(1, -1)
     return TinyTransformer(_loaded(model), given)
 
 
 def ltx_2() -> TinyTransformer:
-    model = made(
-        diffusers.LTX2VideoTransformer3DModel, in_channels=16, out_channels=16, num_layers=2,
+    tokens = prod(CLIP) + CONDITION
+    given = dict(zip(("num_frames", "height", "width"), CLIP, strict=True)) | {
+        "hidden_states": drawn(1, tokens, 16, seed=1), "audio_num_frames": SOUND,
+        "audio_hidden_states": drawn(1, SOUND, 8, seed=3),
+        "audio_encoder_hidden_states": drawn(1, TEXT, WIDTH, seed=4),
+        "video_coords": torch.rand(1, 3, tokens, 2),
+    }  # fmt: skip
+    return _tiny(
+        "LTX2VideoTransformer3DModel", given, {"tail": CONDITION}, in_channels=16, out_channels=16,
         cross_attention_dim=128, audio_cross_attention_dim=64, audio_num_attention_heads=2,
         audio_attention_head_dim=32, audio_in_channels=8, audio_out_channels=8,
         caption_channels=WIDTH,
     )  # fmt: skip
-    tokens = prod(CLIP) + CONDITION
-    given = _given(tokens, 16) | {
-        "audio_hidden_states": drawn(1, SOUND, 8, seed=3), "audio_num_frames": SOUND,
-        "audio_encoder_hidden_states": drawn(1, TEXT, WIDTH, seed=4),
-        "video_coords": torch.rand(1, 3, tokens, 2),
-    }  # fmt: skip
-    given |= dict(zip(("num_frames", "height", "width"), CLIP, strict=True))
-    return TinyTransformer(_loaded(model), given, tail=CONDITION)
 
 
 def hunyuan_video_1_5() -> TinyTransformer:
     """Its mask is padding of queries times padding of keys."""
     given = {
-        "encoder_attention_mask": mask(REAL),
+        "encoder_attention_mask": mask(REAL), "image_embeds": drawn(1, IMAGE, 16, seed=4) * 0,
         "encoder_hidden_states_2": drawn(1, SECOND_TEXT, 32, seed=3),
         "encoder_attention_mask_2": torch.arange(SECOND_TEXT)[None] < 4,
-        "image_embeds": torch.zeros(1, IMAGE, 16).bfloat16(),
     }  # fmt: skip
-    tiny = _video(
-        "HunyuanVideo15", given, num_refiner_layers=1, text_embed_dim=WIDTH, text_embed_2_dim=32,
-        image_embed_dim=16, patch_size=2, rope_axes_dim=(16, 24, 24),
+    return _tiny(
+        "HunyuanVideo15Transformer3DModel", given, {"text": (0, 4 + REAL), "beside": 1},
+        num_refiner_layers=1, patch_size=2, text_embed_dim=WIDTH, text_embed_2_dim=32,
+        out_channels=4, image_embed_dim=16, rope_axes_dim=(16, 24, 24),
     )  # fmt: skip
-    return TinyTransformer(tiny.model, tiny.given, text=(0, 4 + REAL), beside=1)
 
 
 def flux_2() -> TinyTransformer:
-    """With an image to edit, as `qwen_image` has."""
-    ids = torch.cat([_ids(0, PICTURE, 4), _ids(10, REFERENCE, 4)])
+    ids = torch.cat([_ids(0, PICTURE, 4), _ids(10, EDITED, 4)])
     return _picture(
-        "Flux2", {"img_ids": ids[None], "txt_ids": torch.zeros(1, TEXT, 4)}, TEXT, prod(REFERENCE),
+        "Flux2", {"img_ids": ids[None], "txt_ids": torch.zeros(1, TEXT, 4)}, TEXT, prod(EDITED),
         axes_dims_rope=(16, 16, 16, 16), num_layers=1, num_single_layers=1, guidance_embeds=False,
     )  # fmt: skip
 
@@ -174,11 +165,6 @@ def chroma() -> TinyTransformer:
     )  # fmt: skip
 
 
-def qwen_image() -> TinyTransformer:
-    given = {"encoder_hidden_states_mask": mask(REAL), "img_shapes": [[PICTURE, REFERENCE]]}
-    return _picture("QwenImage", given, REAL, prod(REFERENCE), out_channels=4, num_layers=2)
-
-
 def z_image() -> TinyTransformer:
     """Picture and text are filled up to multiples of 32; the picture's refiner is sparse, too."""
     torch.manual_seed(0)
@@ -190,18 +176,22 @@ def z_image() -> TinyTransformer:
     return TinyTransformer(_loaded(model), given, PICTURE, 3, (0, 32), 160 - prod(PICTURE))
 
 
-CONTROL = {"control_hidden_states": drawn(1, 8, *LATENT, seed=3)}
+# fmt: off
+VACE = {"control_hidden_states": drawn(1, 4, *LATENT, seed=3)}
 TRANSFORMERS: dict[str, Callable[[], TinyTransformer]] = {
-    "Wan VACE": lambda: _wan("WanVACE", CONTROL, 3, vace_layers=[0], vace_in_channels=8),
+    "Wan VACE": lambda: _wan("WanVACE", VACE, {"sparse": 3}, vace_layers=[0], vace_in_channels=4),
     "Wan Animate": wan_animate,
     "SkyReels V2": lambda: _wan("SkyReelsV2"),
     "ChronoEdit": lambda: _wan("ChronoEdit"),
-    "Cosmos": cosmos,
+    "Cosmos": cosmos_2_5,
     "Kandinsky 5": kandinsky,
     "LTX-2": ltx_2,
     "HunyuanVideo 1.5": hunyuan_video_1_5,
     "Flux 2": flux_2,
     "Chroma": chroma,
-    "Qwen-Image": qwen_image,
+    "Qwen-Image": lambda: _picture(
+        "QwenImage", {"encoder_hidden_states_mask": mask(REAL), "img_shapes": [[PICTURE, EDITED]]},
+        REAL, prod(EDITED), out_channels=4, num_layers=2,
+    ),
     "Z-Image": z_image,
 }
