@@ -25,7 +25,7 @@ def step(generator):
         out = attend(q, q, q, HEADS)
         attend(q[:, :64], q[:, :64], q[:, :64], HEADS)
         attend(q, q[:, :77], q[:, :77], HEADS)
-        attend(q, q, q, HEADS, mask=torch.eye(TOKENS))
+        attend(q, q, q, HEADS, mask=torch.zeros(1, HEADS, TOKENS, TOKENS))
         return out
 
     return forward
