@@ -181,8 +181,8 @@ def test_text_and_picture_stand_where_the_row_says(comfyui, name):
     [
         ("qwen image, padded", 2, [[15, IMAGE]], {}),
         ("lens, padded", 2, [[IMAGE, 15]], {}),
-        # the token refiner's two calls have a mask too, of text alone
-        ("hunyuan, padded", 3, [[15, CLIP]], {"attention mask": 2 * STEPS}),
+        # beside the token refiner's two calls of text alone
+        ("hunyuan, padded", 3, [[15, CLIP]], {SHORT: 2 * STEPS}),
         # without a mask, in a pass for each prompt
         ("mochi", 2 * 2, [[CLIP, 7], [CLIP, 20]], {}),
     ],
