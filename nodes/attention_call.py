@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..sparge.session import Call, unknown_options
+from ..sparge.session import Call, may_be_padding, unknown_options
 
 #: Keywords that do not change the result, or that the library honours.
 _KNOWN_OPTIONS = {
@@ -63,19 +63,17 @@ def call_of(
         layout="HND" if skip_output_reshape else "flat",
         by_backend=by_backend,
         mask=mask,
-        key_mask=None if mask is None else _key_mask(mask, *views[:2]),
+        key_mask=mask if mask is not None and _is_one_row(mask, *views[:2]) else None,
         why_exact=why_exact,
         reference_tokens=sum(of_model.get(_REFERENCES) or ()),
     )
 
 
-def _key_mask(mask: Tensor, q: Tensor, k: Tensor) -> Tensor | None:
-    """Mask of one row of keys for all heads and queries of a batch entry, else None."""
-    if not 2 <= mask.ndim <= 4:
-        return None
-    entries, *same, keys = mask.shape if mask.ndim > 2 else (1, *mask.shape)
-    of_batch = entries in (1, q.shape[0]) and keys == k.shape[2]
-    return mask if of_batch and set(same) == {1} else None
+def _is_one_row(mask: Tensor, q: Tensor, k: Tensor) -> bool:
+    """Whether a mask is a row of keys for all heads and queries. Others of ComfyUI are no padding,
+    and looking at a row for each query in every layer takes time."""
+    same = mask.shape[1:-1] if mask.ndim > 2 else mask.shape[:-1]
+    return set(same) <= {1} and may_be_padding(mask, q, k)
 
 
 def _named(

@@ -72,8 +72,11 @@ class KeyPadding:
 
 def key_padding(mask: Tensor) -> KeyPadding:
     """Reads the real keys off `mask`: (B, N), not torch's (Nq, Nk), or (B, 1, 1, N), or (B, H, Nq,
-    N) with equal rows; bool, True for real keys, or floating point to be added to logits, 0 for
-    them.
+    N) with equal rows, or (B, 1, N, N) that is padding times padding; bool, True for real keys, or
+    floating point to be added to logits, 0 for them.
+
+    In padding times padding a token that is hidden as a key asks for nothing either: queries of
+    padding then see the real keys, where torch gives their rows NaN, zeros or the mean of `v`.
 
     It waits for the mask's device, and is not read again while the same object comes and PyTorch
     counts no change of it. A mask on the CPU, or made in torch.inference_mode(), is read each time,
@@ -111,7 +114,7 @@ def torch_mask_padding(mask: Tensor) -> KeyPadding:
     rows = as_rows(mask)
     if mask.dtype != torch.bool or rows.shape[1] * rows.shape[2] > 1:
         key_padding(mask)
-    real = is_real(rows[:, 0, 0])
+    real = is_real(rows.amax((1, 2)))
     return KeyPadding(real.shape[1], real.sum(1, dtype=torch.int32), real_first(real))
 
 
@@ -120,8 +123,7 @@ _paddings: WeakTensorCache[KeyPadding | str] = WeakTensorCache()
 
 
 def _read(mask: Tensor) -> KeyPadding | str:
-    rows = as_rows(mask)
-    one = rows[:, 0, 0]
+    one, fits, _ = row_of_keys(as_rows(mask))
     added = mask.dtype != torch.bool
     real = is_real(one)
     known = real | (one <= HIDDEN) if added else torch.ones_like(one)
@@ -130,7 +132,7 @@ def _read(mask: Tensor) -> KeyPadding | str:
     first = torch.arange(one.shape[1], device=mask.device) < lengths.unsqueeze(1)
     empty = lengths == 0
     facts = torch.stack([
-        (rows == one[:, None, None]).all(),
+        fits,
         known.all(),
         (empty & finite_hidden.any(1)).any(),
         real.all(),
@@ -161,8 +163,24 @@ def _read(mask: Tensor) -> KeyPadding | str:
     return KeyPadding(tokens, lengths, real_first(real)[:, : max(1, most)].contiguous())
 
 
+def row_of_keys(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Row (B, N) of keys of a mask (B, H, Nq, N), and on its device whether the mask is no more
+    than that row: it is the same for each query and head, or, in padding times padding, for each
+    query that it does not hide as a key. The last says whether it hides such queries."""
+    keys = rows.amax((1, 2))
+    same = (rows.amin((1, 2)) == keys).all()
+    if rows.shape[1] > 1 or rows.shape[2] != rows.shape[3]:
+        return keys, same, torch.zeros_like(same)
+    real, own = is_real(rows), is_real(keys)
+    places, times = real.sum(), own.sum(1).square().sum()
+    hidden = rows.numel() - places if rows.dtype == torch.bool else (rows <= HIDDEN).sum()
+    of_both = (real.any(-1)[:, 0] == own).all() & (places == times)
+    of_both = of_both & (places + hidden == rows.numel())
+    return keys, same | of_both, of_both & ~same
+
+
 def is_real(row: Tensor) -> Tensor:
-    """Which keys of a row of a padding mask are real."""
+    """Which places of a padding mask are real."""
     return row if row.dtype == torch.bool else row == 0
 
 

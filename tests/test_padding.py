@@ -133,6 +133,8 @@ HEADS_DIFFER = torch.arange(4).view(1, 4, 1, 1).expand(1, 4, 1, TOKENS) == 0
     ("mask", "words"),
     [
         (DIAGONAL[None, None], "hides other keys from some"),
+        ((REAL["holes"][:, None] & REAL["behind"][:, :, None])[:, None], "hides other keys from"),
+        ((REAL["one key"][:, None] | REAL["one key"][:, :, None])[:, None], "hides other keys"),
         (HEADS_DIFFER, "hides other keys from some"),
         (added(DIAGONAL, -torch.inf).expand(2, 1, 8, 8), "hides other keys from some"),
         *(

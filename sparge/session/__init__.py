@@ -3,7 +3,7 @@
 measured again; each call is served sparse, or dense with a reason; a report tells what came of it.
 """
 
-from .calls import MASK, Call, Dense, Kind, unknown_options
+from .calls import MASK, Call, Dense, Kind, may_be_padding, unknown_options
 from .heads import FAILED
 from .report import PLAIN, Report, Why, Words
 from .schedule import (
@@ -50,6 +50,7 @@ __all__ = [
     "Why",
     "Words",
     "details",
+    "may_be_padding",
     "short_lines",
     "summary",
     "unknown_options",

@@ -18,7 +18,7 @@ from ..compiling import being_recorded
 from ..errors import Unsupported
 from ..head_settings import HeadSettings
 from ..order.grid import TokenGrid, TokenOrder
-from ..padding import CAPTURED, as_rows, is_real, key_padding, real_first
+from ..padding import CAPTURED, as_rows, is_real, key_padding, real_first, row_of_keys
 from ..policy import EIGHT_BIT_DENSE, SparsePolicy
 from ..sdpa import RuleOptions
 from ..stats import AttentionStats
@@ -383,6 +383,17 @@ class RealTokens:
         return call.result(result.transpose(1, 2))
 
 
+def may_be_padding(mask: Tensor, q: Tensor, k: Tensor) -> bool:
+    """Whether a mask may be padding, by its shape: a row of keys, maybe for each head, or as many
+    rows as queries. Its dimensions are the last of (B, H, Nq, M); three are without H."""
+    if not 2 <= mask.ndim <= 4:
+        return False
+    *outer, rows, keys = mask.shape
+    sizes = q.shape[:1] if mask.ndim == 3 else q.shape[: mask.ndim - 2]
+    fits = all(x in (1, size) for x, size in zip(outer, sizes, strict=True))
+    return fits and keys == k.shape[2] and rows in (1, q.shape[2])
+
+
 class ReadMasks:
     """Masks of the self-attention calls of one pass, and the real tokens that they leave.
 
@@ -400,7 +411,7 @@ class ReadMasks:
 
     def real_tokens(self, mask: Tensor) -> RealTokens | str | None:
         """Real tokens of a call with this mask: None where all tokens are, or why the call stays
-        dense. mask: (N), or with dimensions in front of it for batch entries, heads and queries."""
+        dense. mask: as `may_be_padding` takes it."""
         if being_recorded(mask.device):
             return CAPTURED
         row = self._rows.get(mask)
@@ -446,23 +457,15 @@ class _Row(NamedTuple):
 def _read(mask: Tensor) -> _Row | str:
     """Row of a mask, or why it is no padding. Waits for its device."""
     try:
-        rows = as_rows(mask[:, None] if mask.dim() == 3 else mask)
+        rows = as_rows(mask if mask.dim() == 4 else mask[(None,) * (3 - mask.dim())][:, None])
     except ValueError:
         return MASK
-    hides_queries = rows.shape[2] > 1
-    if hides_queries and (rows.dtype != torch.bool or rows.shape[1] > 1):
+    if rows.shape[1] > 1 and rows.shape[2] > 1:
         return MASK
-    if hides_queries:
-        keys, queries = rows.any(-2)[:, 0], rows.any(-1)[:, 0]
-        # A mask of only these rows and columns that has all of their places.
-        whole = rows.sum((1, 2, 3)) == keys.sum(1) * queries.sum(1)
-        fits = (keys == queries).all() & whole.all()
-    else:
-        keys = rows[:, 0, 0]
-        fits = (rows == rows[:, :1]).all()
-    fits = fits.to(keys.dtype).expand(keys.shape[0], 1)
-    read = torch.cat([keys, fits], 1).cpu()
-    return _Row(read[:, :-1], hides_queries) if read[0, -1] else MASK
+    keys, *facts = row_of_keys(rows)
+    told = torch.stack(facts).to(keys.dtype).expand(keys.shape[0], 2)
+    read = torch.cat([keys, told], 1).cpu()
+    return _Row(read[:, :-2], bool(read[0, -1])) if read[0, -2] else MASK
 
 
 def _take(x: Tensor, places: Tensor) -> Tensor:

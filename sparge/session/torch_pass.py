@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from ..torch_attention import TORCH_ATTENTION, TorchCall, as_autocast
-from .calls import Call, Kind, unknown_options
+from .calls import Call, Kind, may_be_padding, unknown_options
 from .session import Pass
 from .tokens import Layer
 
@@ -63,16 +63,7 @@ def _call_of(call: TorchCall) -> Call | str:
     options = {"dropout_p": call.dropout_p > 0, "is_causal": call.is_causal}
     why_exact = unknown_options(name for name, changes in options.items() if changes)
     mask = call.attn_mask
-    return Call(
-        q, k, v, call.scale, "NHD", mask=mask, key_mask=_key_mask(mask, q, k), why_exact=why_exact
-    )
-
-
-def _key_mask(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """Mask of one row of keys, maybe repeated for each head (Allegro), or of queries and keys
-    (HunyuanVideo 1.5)."""
-    batch, heads, queries, _ = q.shape
-    if mask is None or mask.ndim != 4 or mask.shape[3] != k.shape[2]:
-        return None
-    of_call = mask.shape[0] in (1, batch) and mask.shape[1] in (1, heads)
-    return mask if of_call and mask.shape[2] in (1, queries) else None
+    # Of three dimensions torch takes the first for heads.
+    may_be = mask is not None and mask.ndim != 3 and may_be_padding(mask, q, k)
+    key_mask = mask if may_be else None
+    return Call(q, k, v, call.scale, "NHD", mask=mask, key_mask=key_mask, why_exact=why_exact)

@@ -76,6 +76,18 @@ def test_whole_calls_are_torchs_but_for_eight_bits(make_qkv, name: str) -> None:
         assert out.transpose(1, 2).is_contiguous()
 
 
+@pytest.mark.parametrize("real", [REAL, REAL.flip(1), (PLACES % 7 > 1).expand(2, -1)])
+def test_padding_times_padding_is_sparse(make_qkv, real: Tensor) -> None:
+    """Its rows of padding, which no other token sees, are finite."""
+    (q, k, v), of_both = make_qkv(2, 4, TOKENS, 64), (real[:, None] & real[:, :, None])[:, None]
+    for mask in (of_both, added(of_both)):
+        exact = torch_attention(q, k, v, mask)
+        with sparge.sdpa(WHOLE, min_tokens=128) as stats:
+            out = functional.scaled_dot_product_attention(q, k, v, mask)
+        assert rel_l2(*(x.mT[..., real[0]] for x in (out[0], exact[0]))) < EIGHT_BITS
+        assert out.isfinite().all() and stats.sparse_calls == 1, str(stats)
+
+
 TRIANGLE = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
 #: Name -> the same, and words of the reason.
 EXACT: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {

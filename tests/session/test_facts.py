@@ -255,12 +255,15 @@ def of_both(hidden: range) -> Tensor:
     return (real[:, None] & real)[None, None]
 
 
+ROW = added(*range(20, 24), value=-3e4)
 TWO = torch.cat([added(20, 21, 22, 23), added(3, 9, 11, 12)])
 MASKS: dict[str, tuple[Tensor, Any]] = {
     "padding that is added": (added(*range(20, 24)), (range(20, 24), False)),
     "bools, in front": (added(*range(4)) == 0, (range(4), False)),
     "of three dimensions": (added(21, dims=3), ([21], False)),
     "of queries, too": (of_both(range(20, 24)), (range(20, 24), True)),
+    "of queries, too, and added": (ROW + ROW.mT, (range(20, 24), True)),
+    "of keys, for each query": (added(*range(4)).repeat(1, 1, 344, 1), (range(4), False)),
     "nothing hidden": (added(), None),
     "weights": (added(3, value=-0.5), MASK),
     "a hole in the picture": (added(40), MASK),

@@ -63,7 +63,7 @@ class Tiny:
         return out[0]
 
 
-def _made(transformer: Callable[..., Any], seed: int = 0, **config: Any) -> Any:
+def made(transformer: Callable[..., Any], seed: int = 0, **config: Any) -> Any:
     torch.manual_seed(seed)
     heads = {"num_attention_heads": 2, "attention_head_dim": 64}
     return transformer(**heads | config).bfloat16().eval()
@@ -113,7 +113,7 @@ def flow(**config: Any) -> Any:
 def cogvideox(patch_size_t: int | None = None) -> Tiny:
     rotary = {"use_rotary_positional_embeddings": True, "patch_bias": False}
     later = rotary | {"patch_size_t": patch_size_t} if patch_size_t else {}
-    model = _made(
+    model = made(
         diffusers.CogVideoXTransformer3DModel, in_channels=4, out_channels=4, time_embed_dim=16,
         text_embed_dim=WIDTH, num_layers=2, sample_frames=17, max_text_seq_length=TEXT,
         sample_width=CLIP[2] * 2, sample_height=CLIP[1] * 2, **later,
@@ -126,7 +126,7 @@ def cogvideox(patch_size_t: int | None = None) -> Tiny:
 
 
 def mochi() -> Tiny:
-    model = _made(
+    model = made(
         diffusers.MochiTransformer3DModel, patch_size=2, num_layers=2, pooled_projection_dim=32,
         in_channels=4, text_embed_dim=WIDTH, time_embed_dim=16, max_sequence_length=TEXT,
     )  # fmt: skip
@@ -139,7 +139,7 @@ def mochi() -> Tiny:
 
 
 def _wan_model(seed: int = 0) -> Any:
-    return _made(
+    return made(
         diffusers.WanTransformer3DModel, seed, patch_size=(1, 2, 2), in_channels=4, out_channels=4,
         text_dim=WIDTH, freq_dim=32, ffn_dim=64, num_layers=2, rope_max_seq_len=64,
     )  # fmt: skip
@@ -153,7 +153,7 @@ def wan(second: bool = False) -> Tiny:
 
 
 def hunyuan() -> Tiny:
-    model = _made(
+    model = made(
         diffusers.HunyuanVideoTransformer3DModel, in_channels=4, out_channels=4, num_layers=1,
         num_single_layers=1, num_refiner_layers=1, patch_size=2, patch_size_t=1,
         guidance_embeds=True, text_embed_dim=WIDTH, pooled_projection_dim=32,
@@ -166,7 +166,7 @@ def hunyuan() -> Tiny:
 
 
 def ltx() -> Tiny:
-    model = _made(
+    model = made(
         diffusers.LTXVideoTransformer3DModel, in_channels=8, out_channels=8, patch_size=1,
         patch_size_t=1, cross_attention_dim=128, num_layers=2, caption_channels=WIDTH,
     )  # fmt: skip
@@ -180,7 +180,7 @@ def ltx() -> Tiny:
 
 
 def flux() -> Tiny:
-    model = _made(
+    model = made(
         diffusers.FluxTransformer2DModel, patch_size=1, in_channels=16, num_layers=1,
         num_single_layers=1, joint_attention_dim=WIDTH, pooled_projection_dim=32,
         axes_dims_rope=(16, 24, 24),
@@ -194,7 +194,7 @@ def flux() -> Tiny:
 def sd3(version: str = "3.5") -> Tiny:
     """version: "3.5" normalizes queries and keys, and attends twice in the first block."""
     later = {"qk_norm": "rms_norm", "dual_attention_layers": (0,)} if version == "3.5" else {}
-    model = _made(
+    model = made(
         diffusers.SD3Transformer2DModel, sample_size=PICTURE[1] * 2, patch_size=2, in_channels=4,
         num_layers=2, joint_attention_dim=WIDTH, caption_projection_dim=128,
         pooled_projection_dim=32, out_channels=4, pos_embed_max_size=32, **later,
@@ -206,7 +206,7 @@ def sd3(version: str = "3.5") -> Tiny:
 
 
 def allegro() -> Tiny:
-    model = _made(
+    model = made(
         diffusers.AllegroTransformer3DModel, attention_head_dim=96, in_channels=4, out_channels=4,
         num_layers=2, cross_attention_dim=192, sample_width=CLIP[2] * 2,
         sample_height=CLIP[1] * 2, sample_frames=CLIP[0], caption_channels=WIDTH,

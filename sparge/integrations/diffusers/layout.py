@@ -20,11 +20,14 @@ from ...order.grid import TokenGrid
 from ...session import TextPosition, TokenLayout
 
 #: Attributes that hold the blocks: one list, or one of double-stream and one of single-stream ones.
-BLOCK_LISTS = ("transformer_blocks", "single_transformer_blocks", "blocks")
+BLOCK_LISTS = (
+    *("transformer_blocks", "single_transformer_blocks", "blocks"),
+    *("layers", "visual_transformer_blocks"),
+)
 NO_ROW = "{name} is not known here: its tokens stay in the order they come, and text is not exact"
 RING = "several GPUs share the model's sequence in a ring: take ulysses_degree"
-
-Size = tuple[int, int, int]
+#: Multiple to which Z-Image fills up picture and text.
+_Z_IMAGE_FILLS_TO = 32
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
@@ -81,19 +84,22 @@ def layout_of(
     if row is None:
         return replace(layout, family=name, remark=NO_ROW.format(name=name))
     layout = replace(layout, family=row.name, text=row.text)
-    grid, hidden = row.grid(model.config, given), given["hidden_states"]
+    grid = row.grid(model.config, given)
     if grid is None:
         return layout
-    text = 0 if row.text is TextPosition.NONE else _text(given)
-    tokens = TokenGrid(
-        *grid,
-        prefix=text if row.text is TextPosition.FIRST else 0,
-        suffix=text if row.text is TextPosition.LAST else 0,
-        # On no part of the grid, such as an image to edit.
-        tail=hidden.shape[1] - math.prod(grid) if hidden.ndim == 3 else 0,
+    text = 0 if row.text is TextPosition.NONE else row.text_tokens(given)
+    ends = {TextPosition.FIRST: {"prefix": text}, TextPosition.LAST: {"suffix": text}}
+    heads = getattr(model.config, "num_attention_heads", None)
+    sound = given.get("audio_hidden_states")
+    return replace(
+        layout,
+        grid=(grid.frames, grid.height, grid.width),
+        tokens=replace(grid, **ends.get(row.text, {})),
+        heads=None if heads is None else heads // ranks,
+        context=text,
+        masked=row.masked,
+        beside=frozenset(() if sound is None else sound.shape[1:2]),
     )
-    heads = model.config.num_attention_heads // ranks
-    return replace(layout, grid=grid, tokens=tokens, heads=heads, context=text, masked=row.masked)
 
 
 def _text(given: Mapping[str, Any]) -> int:
@@ -102,53 +108,108 @@ def _text(given: Mapping[str, Any]) -> int:
     return text.shape[1] if isinstance(text, Tensor) and text.ndim == 3 else 0
 
 
+def _texts_and_image(given: Mapping[str, Any]) -> int:
+    """HunyuanVideo 1.5: tokens of two text encoders and of an image encoder."""
+    names = ("encoder_hidden_states", "encoder_hidden_states_2", "image_embeds")
+    return sum(given[name].shape[1] for name in names)
+
+
+def _padded_text(given: Mapping[str, Any]) -> int:
+    """Z-Image: list of (tokens, width), each filled up with tokens that are attended to."""
+    return _filled_up(max(map(len, given["cap_feats"])))
+
+
+def _filled_up(tokens: int) -> int:
+    return tokens + -tokens % _Z_IMAGE_FILLS_TO
+
+
 def _prompts(given: Mapping[str, Any]) -> frozenset[int]:
     """Lengths of the sequences (batch, tokens, width) that a model is given beside its latent.
-    Allegro's text has a dimension more."""
+    Allegro's text has a dimension more; Cosmos 2.5 has text and an image in a tuple."""
     beside = {name: x for name, x in given.items() if name not in ("hidden_states", "x")}
     text = beside.get("encoder_hidden_states")
-    found = (x.shape[-2] for x in beside.values() if isinstance(x, Tensor) and x.ndim == 3)
+    each = [part for x in beside.values() for part in (x if isinstance(x, tuple) else (x,))]
+    found = (x.shape[-2] for x in each if isinstance(x, Tensor) and x.ndim == 3)
     return frozenset([*found, *(text.shape[-2:-1] if isinstance(text, Tensor) else ())])
 
 
-def _latent(config: Any, given: Mapping[str, Any]) -> Size:
+def _latent(config: Any, given: Mapping[str, Any]) -> TokenGrid:
     """Grid of a latent (batch, channels, time, height, width), or of one without time."""
     return _patches(config, *(1, *given["hidden_states"].shape[2:])[-3:])
 
 
-def _patches(config: Any, *cells: int) -> Size:
+def _patches(config: Any, *cells: int) -> TokenGrid:
     patch = config.patch_size
     if isinstance(patch, int):
         patch = getattr(config, "patch_size_t", None) or 1, patch, patch
-    time, height, width = (cell // size for cell, size in zip(cells, patch, strict=True))
-    return time, height, width
+    return TokenGrid(*(cell // size for cell, size in zip(cells, patch, strict=True)))
 
 
-def _cogvideox(config: Any, given: Mapping[str, Any]) -> Size:
+def _cogvideox(config: Any, given: Mapping[str, Any]) -> TokenGrid:
     """Latent (batch, time, channels, height, width); no patches along time before version 1.5."""
     _, time, _, height, width = given["hidden_states"].shape
     return _patches(config, time, height, width)
 
 
-def _ltx(config: Any, given: Mapping[str, Any]) -> Size | None:
-    """Latent in tokens (batch, tokens, channels), of a grid that the pipeline names."""
-    time, height, width = (given.get(name) or 0 for name in ("num_frames", "height", "width"))
-    whole = 0 < time * height * width == given["hidden_states"].shape[1]
-    return (time, height, width) if whole else None  # else with tokens of a condition
+def _kandinsky(config: Any, given: Mapping[str, Any]) -> TokenGrid | None:
+    """Latent (batch, time, height, width, channels). NABLA has an order of its own."""
+    is_nabla = given.get("sparse_params") is not None
+    return None if is_nabla else _patches(config, *given["hidden_states"].shape[1:4])
 
 
-def _flux(config: Any, given: Mapping[str, Any]) -> Size | None:
-    """Picture in tokens; `img_ids` (tokens, 3) names image, row and column of each. An image to
-    edit has another number and stands behind the picture. Waits for the device of the ids."""
+def _z_image(config: Any, given: Mapping[str, Any]) -> TokenGrid | None:
+    """List of latents (channels, time, height, width), each filled up as the text is."""
+    latents = given["x"]
+    if len({latent.shape for latent in latents}) > 1:
+        return None
+    patch = given.get("patch_size", 2)
+    time, height, width = latents[0].shape[1:]
+    grid = time // given.get("f_patch_size", 1), height // patch, width // patch
+    return _first_of(_filled_up(math.prod(grid)), *grid)
+
+
+def _first_of(tokens: int, *grid: int) -> TokenGrid:
+    """Grid whose tokens are the first of so many."""
+    return TokenGrid(*grid, tail=tokens - math.prod(grid))
+
+
+def _ltx(config: Any, given: Mapping[str, Any]) -> TokenGrid | None:
+    """Latent in tokens (batch, tokens, channels), of a grid that the pipeline names. None with
+    tokens of a condition, which stand before it."""
+    found = _ltx_2(config, given)
+    return found if found is not None and not found.tail else None
+
+
+def _ltx_2(config: Any, given: Mapping[str, Any]) -> TokenGrid | None:
+    """Likewise; tokens of a condition stand behind it."""
+    grid = [given.get(name) or 0 for name in ("num_frames", "height", "width")]
+    tokens = given["hidden_states"].shape[1]
+    return _first_of(tokens, *grid) if 0 < math.prod(grid) <= tokens else None
+
+
+def _qwen_image(config: Any, given: Mapping[str, Any]) -> TokenGrid | None:
+    """Picture in tokens, whose sizes `img_shapes` has for each entry of the batch: that of the
+    picture, then those of images to edit or of further layers, which stand behind it."""
+    shapes = given.get("img_shapes")
+    if not shapes:
+        return None
+    grid = shapes[0][0] if isinstance(shapes[0], list) else shapes[0]
+    return _first_of(given["hidden_states"].shape[1], *grid)
+
+
+def _flux(config: Any, given: Mapping[str, Any]) -> TokenGrid | None:
+    """Picture in tokens; `img_ids` (tokens, 3 or 4) names image, row and column of each. An image
+    to edit has a larger number and stands behind the picture. Waits for the device of the ids."""
     ids, tokens = given.get("img_ids"), given["hidden_states"].shape[1]
     if not isinstance(ids, Tensor):
         return None
-    number, row, column = (ids if ids.ndim == 2 else ids[0]).long().cpu().T
-    own = number == number[0]
+    number, row, column = (ids if ids.ndim == 2 else ids[0])[:, :3].long().cpu().T
+    own = number == number.min()
     height, width = int(row[own].max()) + 1, int(column[own].max()) + 1
     picture = torch.arange(height * width)
     whole = torch.equal((row * width + column)[own], picture) and own[: len(picture)].all()
-    return (1, height, width) if whole and len(picture) <= tokens else None
+    whole = whole and len(picture) <= tokens
+    return _first_of(tokens, 1, height, width) if whole else None
 
 
 @dataclass(frozen=True)
@@ -158,9 +219,11 @@ class Row:
 
     name: str
     text: TextPosition
-    grid: Callable[[Any, Mapping[str, Any]], Size | None] = _latent
+    grid: Callable[[Any, Mapping[str, Any]], TokenGrid | None] = _latent
+    """The grid, and as its tail what stands behind it and is no text."""
     masked: bool = False
     """Whether fewer tokens of text may be real than it is given."""
+    text_tokens: Callable[[Mapping[str, Any]], int] = _text
 
 
 _FIRST, _LAST, _NONE = TextPosition.FIRST, TextPosition.LAST, TextPosition.NONE
@@ -174,6 +237,20 @@ ROWS: Mapping[str, Row] = {
     "FluxTransformer2DModel": Row("Flux", _FIRST, _flux),
     "SD3Transformer2DModel": Row("SD3", _LAST),
     "AllegroTransformer3DModel": Row("Allegro", _NONE),
+    "WanVACETransformer3DModel": Row("Wan VACE", _NONE),
+    "WanAnimateTransformer3DModel": Row("Wan Animate", _NONE),
+    "SkyReelsV2Transformer3DModel": Row("SkyReels V2", _NONE),
+    "ChronoEditTransformer3DModel": Row("ChronoEdit", _NONE),
+    "CosmosTransformer3DModel": Row("Cosmos", _NONE),
+    "Kandinsky5Transformer3DModel": Row("Kandinsky 5", _NONE, _kandinsky),
+    "LTX2VideoTransformer3DModel": Row("LTX-2", _NONE, _ltx_2),
+    "HunyuanVideo15Transformer3DModel": Row(
+        "HunyuanVideo 1.5", _LAST, masked=True, text_tokens=_texts_and_image
+    ),
+    "Flux2Transformer2DModel": Row("Flux 2", _FIRST, _flux),
+    "ChromaTransformer2DModel": Row("Chroma", _FIRST, _flux, masked=True),
+    "QwenImageTransformer2DModel": Row("Qwen-Image", _FIRST, _qwen_image, masked=True),
+    "ZImageTransformer2DModel": Row("Z-Image", _LAST, _z_image, text_tokens=_padded_text),
 }
 
 

@@ -18,6 +18,8 @@ _FORMS: tuple[Callable[[Tensor], Tensor], ...] = (
     lambda values: values / 1000,
     lambda values: 1 - values / 1000,
 )
+#: The same where noise is larger than the picture (Cosmos Predict2): its part of both.
+_PART: tuple[Callable[[Tensor], Tensor], ...] = (lambda values: values / (values + 1000),)
 #: Share of the largest timestep that one may be off by, for what a 16-bit format makes of it.
 _ROUNDING = 0.01
 
@@ -83,7 +85,8 @@ class Steps:
         # Cast as the pipeline casts them, or neighbours in bf16 would be mistaken.
         values = self._values.to(timestep.dtype).double()
         nearest = []
-        for number, form in enumerate(made := [form(values) for form in _FORMS]):
+        forms = _PART if latest <= 1 and values.max() > 1000 * (1 + _ROUNDING) else _FORMS
+        for number, form in enumerate(made := [form(values) for form in forms]):
             # Of a single step the last form is 0.
             off = (form - latest).abs() / form.abs().max().clamp(min=_ROUNDING)
             # Of forms that are equally near that of the earlier step: schedules may end at 1.
