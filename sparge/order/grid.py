@@ -256,12 +256,11 @@ class TokenOrder:
 def _checked_permutation(name: str, value: Tensor, tokens: int | None = None) -> Tensor:
     """`value` as int64. tokens: how many it names, any number where nothing says so."""
     check_tensor(name, value, "the number of each token, each once")
-    tokens = value.numel() if tokens is None else tokens
-    whole = torch.arange(tokens, device=value.device)
+    whole = torch.arange(value.numel() if tokens is None else tokens, device=value.device)
     if value.is_floating_point() or not torch.equal(value.long().sort().values, whole):
         raise ValueError(
             f"{name} is {value.dtype} of shape {tuple(value.shape)}; give the numbers from 0 to "
-            f"{tokens - 1}, each once: the tokens in the order that they stand in."
+            f"{len(whole) - 1}, each once: the tokens in the order that they stand in."
         )
     return value.long()
 

@@ -178,8 +178,9 @@ class Call:
         assert isinstance(out, Tensor)  # a pair only with return_lse
         return out.flatten(2) if self.layout == "flat" else out
 
-    def as_torchs(self, layer: int, grid: TokenGrid | None) -> TorchCall:
+    def as_torchs(self, layer: int, layout: TokenLayout) -> TorchCall:
         """The same, as a rule sees it."""
+        grid = layout.sequence(self.query_tokens)
         return TorchCall(*self.qkv, None, 0.0, False, self.scale, self.shares_keys, layer, grid)
 
     def eight_bit(self) -> Tensor:

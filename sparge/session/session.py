@@ -402,8 +402,7 @@ class Pass:
         so its time says nothing of them."""
         session, once, ruled = self.session, None, None
         if why is None and session.rule is not None:  # its errors are the caller's
-            grid = self.layout.sequence(call.query_tokens)
-            ruled = options_of(session.rule, call.as_torchs(layer.number, grid))
+            ruled = options_of(session.rule, call.as_torchs(layer.number, self.layout))
             why = BY_RULE if ruled is None else None
         try:
             if why is None:
@@ -437,7 +436,7 @@ class Pass:
         except MEANT_FOR_HOST:
             raise
         except Exception as error:
-            if decision.raises or (once is not None and error is once.failure):
+            if decision.raises or ruled or (once is not None and error is once.failure):
                 raise
             session.failures.tell("a call was computed dense", error)
             why = FAILED

@@ -96,15 +96,15 @@ def test_a_rule_says_what_is_kept_of_each_call() -> None:
 
     with enable(tiny.pipe, rule, **given) as handle:
         tiny(2)
-    stats = handle.stats
-    assert seen == [(0, grid), (1, grid)]
-    assert stats is not None and (stats.sparse_calls, stats.dense_calls) == (1, 3)
+    assert seen == [(0, grid), (1, grid)] and (stats := handle.stats) is not None
+    assert (stats.sparse_calls, stats.dense_calls) == (1, 3)
     assert stats.reasons["the rule of the caller keeps it exact"] == 1
     of_text = 128 * tokens + (tokens - 128) * 64  # the first block of queries, and of keys
     assert stats.density == pytest.approx(of_text / tokens**2)
-    wrong: Any = lambda call: 1 / 0  # noqa: E731
-    with enable(tiny.pipe, wrong, **given), pytest.raises(ZeroDivisionError):
-        tiny(2)
+    wrong: Any
+    for wrong in (lambda call: 1 / 0, lambda call: {"block_mask": nothing[:1]}):
+        with enable(tiny.pipe, wrong, **given), pytest.raises((ZeroDivisionError, ValueError)):
+            tiny(2)
     assert torch.equal(tiny(2), native)
 
 

@@ -6,13 +6,15 @@ video = pipe(prompt).frames
 print(handle.line)
 """
 
+import sys
 from contextlib import suppress
 
 from ...errors import Unsupported
 from .backend import register_backend
 from .handle import Handle, enable
 
-with suppress(Unsupported):  # `set_attention_backend("sparge")` needs no more than this import
-    register_backend()
+if "diffusers" in sys.modules:  # which this package does not import itself
+    with suppress(Unsupported):
+        register_backend()
 
 __all__ = ["Handle", "enable", "register_backend"]

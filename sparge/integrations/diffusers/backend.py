@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention backend "sparge" of diffusers, for transformers that choose theirs by name. The import
-of this package registers it with the policy of `sparge.sdpa`.
+of this package after that of diffusers registers it, with the policy of `sparge.sdpa`.
 
 stats = register_backend(SparsePolicy(topk=0.3))  # with another one, and counts
 pipe.transformer.set_attention_backend("sparge")
