@@ -104,7 +104,7 @@ def flex_work(order: TokenOrder, kept: Tensor, qkv: Any) -> Callable[[], Tensor]
         mask_mod=lambda b, h, i, j: held[j],
     )
     given = [x[:, :, slots.clamp(min=0)].contiguous() for x in qkv]
-    flex: Any = torch.compile(flex_attention)
+    flex: Any = torch.compile(flex_attention, dynamic=False)
     return lambda: flex(*given, block_mask=blocks, kernel_options={"BLOCK_M": 128, "BLOCK_N": 64})
 
 

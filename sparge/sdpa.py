@@ -138,8 +138,7 @@ class Substitute:
             policy = with_topk(DEFAULT_POLICY, topk, {"policy": policy})
         policy = DEFAULT_POLICY if policy is None else policy
         if not callable(policy):
-            give = "a SparsePolicy, say SparsePolicy(topk=0.3), or a rule: a function of a call"
-            check_kind("policy", policy, SparsePolicy, give)
+            check_kind("policy", policy, SparsePolicy, "a SparsePolicy, or a function of a call")
         if stats is not None:
             check_kind("stats", stats, CallStats, "a sparge.CallStats()")
         return cls(policy, whole_number("min_tokens", min_tokens, 0), stats)

@@ -81,7 +81,8 @@ class Settings:
         """Checks the values where a run is asked for, not steps later. Raises ValueError."""
         for name, options in (("mode", MODES), ("quality", list(QUALITIES))):
             given = getattr(self, name)
-            if given not in options and (name == "mode" or isinstance(given, str)):
+            is_number = name == "quality" and not isinstance(given, str)
+            if given not in options and not (is_number and 0 <= number(name, given) <= 1):
                 raise ValueError(f"{name} is {shown(given)}; it takes one of {options}.")
         for name in ("topk", "start_percent", "end_percent"):
             value = getattr(self, name)
