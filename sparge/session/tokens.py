@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from ..order.grid import TokenGrid
+from ..reasons import Reason
 
 #: Number of a layer that the numbers of dense_blocks never mean.
 UNNUMBERED = -1
@@ -56,7 +57,7 @@ class TokenLayout:
         context: tokens of text that the model is given.
         prompts: lengths of further sequences beside the clip that it is given, such as pictures.
         beside: numbers of tokens of what is sampled beside the clip (sound), alone.
-        remark: what sparse runs of a model without a row say; "" with one.
+        remark: what sparse runs of a model without a row say; None with one.
         ranks: processes that share the tokens outside of attention, which sees them as dealt.
     """
 
@@ -74,7 +75,7 @@ class TokenLayout:
     context: int = 0
     prompts: frozenset[int] = frozenset()
     beside: frozenset[int] = frozenset()
-    remark: str = ""
+    remark: Reason | None = None
     ranks: int = 1
 
     @classmethod
@@ -162,7 +163,9 @@ class TokenLayout:
         return (self.blocks or 0) + refiner
 
 
-NO_COUNT = "this model's block count is unknown"
+NEGATIVE = Reason(
+    "negative dense_blocks do nothing: this model's block count is unknown", "unlisted"
+)
 _SPAN = re.compile(r"(-?\d+)(?:\s*-\s*(-?\d+))?")
 
 
@@ -217,10 +220,11 @@ class LayerSpans:
         """Numbers that stand in the text and that none of `total` layers has."""
         return sorted({number for span in self.spans for number in span} - {*range(-total, total)})
 
-    def remark(self, total: int | None) -> str:
-        """Numbers that a model of so many layers has not, for the user; empty without any."""
+    def remark(self, total: int | None) -> Reason | None:
+        """Numbers that a model of so many layers has not, for the user; None without any."""
         if total is None:
-            asks = any(min(span) < 0 for span in self.spans)
-            return f"negative dense_blocks do nothing: {NO_COUNT}" if asks else ""
-        missing = ", ".join(map(str, self.missing(total)))
-        return missing and f"dense_blocks names {missing}; this model has blocks 0-{total - 1}"
+            return NEGATIVE if any(min(span) < 0 for span in self.spans) else None
+        if not (missing := ", ".join(map(str, self.missing(total)))):
+            return None
+        sentence = f"dense_blocks names {missing}; this model has blocks 0-{total - 1}"
+        return Reason(sentence, "unlisted")

@@ -87,7 +87,7 @@ def test_inputs_without_the_usual_names_are_said_once() -> None:
     pipe = type("Pipeline", (), {"transformer": model, "scheduler": object()})()
     with enable(pipe, "manual") as handle:
         model(torch.zeros(1))
-    assert handle.line.startswith("NOTHING WAS SPARSE; Renamed is not known here")
+    assert handle.line.startswith("Nothing skipped; Renamed is not known here")
 
 
 class OneBlock(nn.Module):
@@ -119,7 +119,7 @@ def test_a_model_with_cross_attention_alone_says_so() -> None:
 
     handle, _ = once(attend, torch.randn(1, 2, 320, 64), torch.randn(1, 9, 64), topk=0.3)
     assert handle.result is not None and handle.result.counts.cross == 1
-    assert handle.line == "NOTHING WAS SPARSE; all attention calls were cross-attention"
+    assert handle.line == "Nothing skipped; all attention calls were cross-attention"
 
 
 def test_sound_that_attends_to_the_picture_is_exact_as_it_is_short() -> None:
@@ -238,7 +238,7 @@ def test_a_scheduler_without_timesteps_leaves_it_dense() -> None:
         for _ in range(2):
             model(latent, torch.ones(1))
         assert handle.result is not None and handle.result.counts.dense == 2
-        assert handle.line.startswith("NOTHING WAS SPARSE; the scheduler has no timesteps")
+        assert handle.line.startswith("Nothing skipped; the scheduler has no timesteps")
         pipe.scheduler.timesteps = torch.tensor([1000.0])
         model(latent, pipe.scheduler.timesteps)
     assert handle.result is not None and handle.result.counts.sparse == 1

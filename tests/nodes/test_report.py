@@ -27,10 +27,13 @@ def result(load_pack):
             "family": "Mochi", "tokens": 44776, "sparse": 3, "cross": 4, "passes": 3,
             "reasons": {"before start_percent 0.2": 1},
         } | changes  # fmt: skip
-        counts = report.Counts(**facts | {"reasons": Counter(facts["reasons"])})
+        reason = load_pack("sparge.reasons").Reason
+        reasons = Counter({reason(why): count for why, count in facts["reasons"].items()})
+        counts = report.Counts(**facts | {"reasons": reasons})
+        of_run["notes"] = tuple(map(reason, of_run.get("notes", ())))
         densities = report.Densities(0.44, 0.25, by_step.nanmean(0), by_step, layers)
-        time, words = report.RunTime({}, saved, is_foretold), load_pack("nodes.run").WORDS
-        return report.Report(counts, aim, densities, heads, time, words, **of_run)
+        time, no_calls = report.RunTime({}, saved, is_foretold), load_pack("nodes.run").Run.no_calls
+        return report.Report(counts, aim, densities, heads, time, no_calls, **of_run)
 
     return make
 
@@ -53,19 +56,19 @@ def published(load_pack, caplog):
     [
         (
             {"sparse": 0, "cross": 0, "reasons": {"attention mask": 2}},
-            "NOTHING WAS SPARSE",
+            "nothing was skipped: attention mask;",
             "dense because: attention mask (2)",
         ),
         (
             {"sparse": 0, "cross": 0, "reasons": {}},
-            "NOTHING WAS SPARSE: no attention call reached this node",
+            "nothing was skipped: no attention call reached this node",
             "",
         ),
-        ({"sparse": 0, "reasons": {}, "passes": 0}, "NOTHING WAS SPARSE: the model did not", ""),
+        ({"sparse": 0, "reasons": {}, "passes": 0}, "nothing was skipped: the model did not", ""),
         ({"notes": ("remove one.",)}, "3 sparse", "; remove one"),
         (
             {"sparse": 0, "stopped": True},
-            "[Sparge] stopped before the first sparse step; Mochi",
+            "nothing was skipped: stopped before the first sparse step",
             "",
         ),
     ],
@@ -140,7 +143,7 @@ def test_the_report_shows_itself(ran, result, load_pack, monkeypatch):
     (_, text, image), shown, under = ran(found, monkeypatch)
     assert shown["text"] == (text,) and shown["images"][0] is image
     assert text == session.details(found)
-    assert under == session.verdict(found)
+    assert under == "\n".join(session.verdict(found))
 
 
 def test_lines_on_a_node_end_where_their_breaks_are_shown_as_spaces(load_pack):

@@ -17,12 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from ...order.grid import TokenGrid
+from ...reasons import Reason
 from ...session import TextPosition, TokenLayout
 
 #: Attributes that hold the blocks: one list, or one of double-stream and one of single-stream ones.
 BLOCK_LISTS = ("transformer_blocks", "single_transformer_blocks", "blocks")
 NO_ROW = "{name} is not known here: its tokens stay in the order they come, and text is not exact"
-RING = "several GPUs share the model's sequence in a ring: take ulysses_degree"
+RING = Reason("several GPUs share the model's sequence in a ring: take ulysses_degree")
 
 Size = tuple[int, int, int]
 
@@ -61,7 +62,7 @@ def _topmost(model: nn.Module) -> Iterator[nn.Module]:
             yield child
 
 
-def ranks_of(model: Any) -> tuple[int, str | None]:
+def ranks_of(model: Any) -> tuple[int, Reason | None]:
     """Number of processes that share the tokens of a model, by diffusers' ContextParallelConfig,
     and why they cannot be served. Each measures and chooses for its own heads."""
     parallel = getattr(model, "_parallel_config", None)
@@ -79,7 +80,7 @@ def layout_of(
     name, row = type(model).__name__, row_of(model)
     layout = TokenLayout(blocks=blocks, prompts=_prompts(given), ranks=ranks)
     if row is None:
-        return replace(layout, family=name, remark=NO_ROW.format(name=name))
+        return replace(layout, family=name, remark=Reason(NO_ROW.format(name=name)))
     layout = replace(layout, family=row.name, text=row.text)
     grid, hidden = row.grid(model.config, given), given["hidden_states"]
     if grid is None:
