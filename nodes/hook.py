@@ -55,8 +55,7 @@ class Hook:
         self.settings = settings
         self.node_id = node_id
         self.last: Report | None = None
-        self.replaced: Hook | None = None
-        """Hook of a node before this one."""
+        self.replaced: Hook | None = None  # of a node before this one
         self._on_top: Override | None = None
 
     def __deepcopy__(self, memo: object) -> Hook:

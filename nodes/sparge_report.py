@@ -36,7 +36,7 @@ SCALE = torch.tensor(
 # Pixels. A node is about half as wide, so letters of 22 are 11 there.
 WIDTH, MARGIN, LEFT, RIGHT, TOP, BOTTOM = 800, 24, 84, 32, 164, 124
 HEIGHT, TALLEST_CELL = 460, 56
-HEADLINE, TITLE, NUMBER = 36, 25, 22
+HEADLINE, TITLE, NUMBER = 33, 25, 22
 LINE_LENGTH = 56  # characters of a message
 
 
@@ -92,7 +92,7 @@ def draw(report: Report) -> Tensor:
     """Picture of the verdict, and of how much each layer computed in each step."""
     by_step, layers = report.densities.by_step, report.densities.layers.tolist()
     if not by_step.numel() or report.counts.missing:
-        return message((why_nothing(report) or report.no_calls).line)
+        return message((why_nothing(report) or report.no_calls).lines()[2])
     bottom = TOP + min(HEIGHT, TALLEST_CELL * len(layers))
     image = Image.new("RGB", (WIDTH, bottom + BOTTOM), PAPER)
     headline, second, *_ = verdict(report)
@@ -105,7 +105,7 @@ def draw(report: Report) -> Tensor:
 
 def message(text: str) -> Tensor:
     """Picture that says why there is none."""
-    lines = textwrap.wrap(text[:1].upper() + text[1:], LINE_LENGTH)
+    lines = textwrap.wrap(text, LINE_LENGTH)
     image = Image.new("RGB", (WIDTH, 2 * MARGIN + 36 * len(lines)), PAPER)
     for place, line in enumerate(lines):
         write(image, line, MARGIN + 36 * place, MARGIN, INK, TITLE + 1)

@@ -167,8 +167,7 @@ class WanWrapperHook:
     def __init__(self, settings: Settings, start_step: int, node_id: str | None) -> None:
         """start_step: number of the first step that may be sparse."""
         self._settings, self._start_step, self.node_id = settings, start_step, node_id
-        self.replaced: WanWrapperHook | None = None
-        """Hook of a node before this one."""
+        self.replaced: WanWrapperHook | None = None  # of a node before this one
         self._failures = Failures()
         self._forward: TorchPass | None = None
         self._mode = AttentionMode(self._serve)  # one for all passes, or graphs are traced anew

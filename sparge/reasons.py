@@ -21,8 +21,7 @@ LINES = {
     "PyTorch for CPUs": ("PyTorch for the CPU alone", f"{_CUDA}, for an NVIDIA GPU"),
     "broken GPU": ("the GPU gave an error", f"{_DRIVER}, and restart"),
     "no CUDA": ("this PyTorch has no CUDA", _CUDA),
-    "no driver": ("no NVIDIA driver was found", _DRIVER),
-    "no GPU": ("PyTorch finds no GPU", _DRIVER),
+    "no GPU": ("no NVIDIA GPU was found", _DRIVER),
     "old GPU": ("this GPU is too old", _NVIDIA),
     "new GPU": ("this GPU is not supported yet", "Look for an update of Sparge Attention"),
     "no compiler": ("CUDA's compiler is missing", f"{_CUDA} again"),
@@ -92,15 +91,8 @@ class Reason(str):
         made.kind, made.least = kind or getattr(sentence, "kind", "other"), least
         return made
 
-    @property
-    def remedy(self) -> str:
-        return LINES[self.kind][1]
-
-    @property
-    def line(self) -> str:
-        return f"{self[:1].upper()}{self[1:]}".rstrip(".") + "."
-
     def lines(self, tokens: int = 0) -> list[str]:
         """Two lines of a run that skipped nothing, and the sentence. tokens: of such calls."""
-        what = LINES[self.kind][0].format(tokens=tokens, least=self.least)
-        return [f"Nothing skipped: {what}", self.remedy, self.line]
+        what, remedy = LINES[self.kind]
+        what = f"Nothing skipped: {what.format(tokens=tokens, least=self.least)}"
+        return [what, remedy, f"{self[:1].upper()}{self[1:]}".rstrip(".") + "."]

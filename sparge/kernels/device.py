@@ -139,7 +139,7 @@ def _ask_cuda(index: int) -> Capability:
     try:
         driver.library()
     except driver.DriverNotFoundError as error:
-        return _unusable("no driver", f"No NVIDIA GPU can be used: {error}.")
+        return _unusable("no GPU", f"No NVIDIA GPU can be used: {error}.")
     if not torch.cuda.is_available():
         return _unusable(
             "no GPU",

@@ -129,9 +129,7 @@ class Call:
         }[self.layout]
         if tuple(out.shape) != usual:
             raise Unsupported(
-                f"dense attention gave {tuple(out.shape)} instead of {usual}, so it is not "
-                "measured",
-                "changed",
+                f"dense attention gave {tuple(out.shape)} instead of {usual}", "changed"
             )
         out = out.unflatten(-1, (heads, -1)) if self.layout == "flat" else out
         return out if self.layout == "HND" else out.transpose(1, 2)

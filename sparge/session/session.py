@@ -473,9 +473,8 @@ class Pass:
     def _why_dense(self, decision: Decision, layer: Layer) -> Reason | None:
         """Reason why a call is dense whatever its heads are like, or None. What no widget can
         change is the first."""
-        reason = decision.why_exact
-        if decision.kind is not Kind.CROSS:
-            reason = self.unusable or reason
+        of_machine = None if decision.kind is Kind.CROSS else self.unusable
+        reason = of_machine or decision.why_exact
         if reason is None and self.session.aim is None:
             reason = self.step.why_dense  # with an aim a call of a dense pass may be measured
         if reason is None and self._dense_layers:

@@ -140,12 +140,9 @@ class Times:
             return None
         left = self.dense / (1 + MARGIN) - self.sparse_fixed
         most = left / self.sparse_pairs if self.sparse_pairs > 0 else 0.0
-        if most < NO_DENSITY:
-            return Reason(f"at {self.tokens:,} tokens sparse would be slower", "slow")
-        return Reason(
-            f"at {self.tokens:,} tokens sparse is faster only below {100 * most:.0f} % density",
-            "slow",
-        )
+        below = f"is faster only below {100 * most:.0f} % density"
+        found = "would be slower" if most < NO_DENSITY else below
+        return Reason(f"at {self.tokens:,} tokens sparse {found}", "slow")
 
     def why_policy_slower(self, policy: SparsePolicy) -> Reason | None:
         """`why_slower` of a call whose heads all follow a policy. What cdf keeps is not known, nor

@@ -163,9 +163,6 @@ class TokenLayout:
         return (self.blocks or 0) + refiner
 
 
-NEGATIVE = Reason(
-    "negative dense_blocks do nothing: this model's block count is unknown", "unlisted"
-)
 _SPAN = re.compile(r"(-?\d+)(?:\s*-\s*(-?\d+))?")
 
 
@@ -216,15 +213,10 @@ class LayerSpans:
             if total is not None or min(first, last) >= 0
         ]
 
-    def missing(self, total: int) -> list[int]:
-        """Numbers that stand in the text and that none of `total` layers has."""
-        return sorted({number for span in self.spans for number in span} - {*range(-total, total)})
-
     def remark(self, total: int | None) -> Reason | None:
         """Numbers that a model of so many layers has not, for the user; None without any."""
-        if total is None:
-            return NEGATIVE if any(min(span) < 0 for span in self.spans) else None
-        if not (missing := ", ".join(map(str, self.missing(total)))):
-            return None
-        sentence = f"dense_blocks names {missing}; this model has blocks 0-{total - 1}"
-        return Reason(sentence, "unlisted")
+        known = range(1 << 20) if total is None else range(-total, total)
+        missing = sorted({number for span in self.spans for number in span} - {*known})
+        has = "a number of blocks that is unknown" if total is None else f"blocks 0-{total - 1}"
+        sentence = f"dense_blocks names {', '.join(map(str, missing))}; this model has {has}"
+        return Reason(sentence, "unlisted") if missing else None

@@ -58,7 +58,7 @@ def verdict(report: Report) -> list[str]:
         return [gained, what, sentence] if gained else [what, remedy, sentence]
     sparse = f"{counts.sparse} of {counts.sparse + counts.dense} calls were sparse"
     first = "Stopped early" if report.stopped else gain(report) or sparse
-    return [first, notes[0].remedy, notes[0].line] if notes else [first, _computed(report)]
+    return [first, *notes[0].lines()[1:]] if notes else [first, _computed(report)]
 
 
 def gain(report: Report) -> str:

@@ -11,6 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from sparge.reasons import LINES, Reason
+
 
 @pytest.fixture
 def result(load_pack):
@@ -108,6 +110,9 @@ def test_the_picture_shows_densities(picture, result):
     assert image.ndim == 4 and image.shape[0] == 1 and image.shape[-1] == 3
     assert image.dtype == torch.float32
     assert float(image.mean()) < 0.5, "dark, as the nodes around it"
+    lines = [line for kind in LINES for line in Reason("", kind, 1 << 20).lines(1 << 20)[:2]]
+    headline, room = picture._font(picture.HEADLINE), picture.WIDTH - 2 * picture.MARGIN
+    assert max(map(headline.getlength, lines)) <= room
     tall = picture.TALLEST_CELL
     wide = (image.shape[2] - picture.RIGHT - picture.LEFT) / 3
     for row, column, density in [(0, 0, 1.0), (0, 1, 0.5), (0, 2, 0.25), (1, 2, 0.75), (1, 1, -1)]:

@@ -12,9 +12,7 @@ from torch import Tensor
 from ...reasons import Reason
 
 NO_SCHEDULE = Reason("the scheduler has no timesteps, so the step is not known")
-NOT_OF_SCHEDULE = Reason(
-    "the model is given no timestep of the scheduler, so the step is not known"
-)
+NOT_OF_SCHEDULE = Reason("the model is given no timestep of the scheduler, so none is known")
 
 #: What pipelines make of the scheduler's timesteps for their models.
 _FORMS: tuple[Callable[[Tensor], Tensor], ...] = (
