@@ -29,7 +29,7 @@ GIB = 2**30
 REPORT = re.compile(
     r"\[Sparge\].*?(\d+) sparse and (\d+) dense self-attention calls,.*?sparse calls ([\d.]+) %"
 )
-NOTHING = "NOTHING WAS SPARSE"
+NOTHING = "nothing was skipped"
 #: Beginnings of ComfyUI's lines that say that it did not do what it was asked to.
 REFUSED = ("Exception during fp8 op", "loaded partially")
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..sparge.reasons import Reason
 from ..sparge.session import Call, may_be_padding, unknown_options
 
 #: Keywords that do not change the result, or that the library honours.
@@ -19,6 +20,7 @@ _KNOWN_OPTIONS = {
     *("transformer_options", "_inside_attn_wrapper", "low_precision_attention"),
     *("preferred_attention", "enable_gqa", "scale"),
 }
+FULL_PRECISION = Reason("the model asks for full precision here", "own")
 #: Key of transformer_options: tokens of each image that a model appends after the grid.
 _REFERENCES = "reference_image_num_tokens"
 #: Method that classes have whose tensors have no memory of their own.
@@ -55,7 +57,7 @@ def call_of(
         changing = (x for x in options if x not in _KNOWN_OPTIONS and options[x] is not None)
         why_exact = unknown_options(x for x in changing if options[x] is not False)
     if options.get("low_precision_attention") is False:
-        why_exact = "the model asks for full precision here"
+        why_exact = FULL_PRECISION
     of_model = options.get("transformer_options") or {}
     return Call(
         *views,

@@ -77,11 +77,11 @@ def end_run(run: Session, stopped: bool, node_id: str | None) -> Report | None:
 
 
 def publish(report: Report, node_id: str | None) -> None:
-    """Tells of a run: two short lines on the node, one long line in the log."""
+    """Tells of a run: the verdict on the node, one long line in the log."""
     as_meant = report.counts.sparse > 0 or report.stopped_early  # whoever stopped it knows
     level = logging.INFO if as_meant and not report.notes else logging.WARNING
     logger.log(level, "[Sparge] %s", summary(report))
-    show_on_node(node_id, verdict(report))
+    show_on_node(node_id, "\n".join(verdict(report)))
 
 
 def show_on_node(node_id: str | None, text: str) -> None:
@@ -94,6 +94,12 @@ def show_on_node(node_id: str | None, text: str) -> None:
     parts, text = node_id.split(":"), told_apart(text)
     for depth in range(1, len(parts) + 1):
         server.send_progress_text(text, ":".join(parts[:depth]))
+
+
+def tell_replaced(hook: Any) -> None:
+    """Tells the nodes before that of a hook that they do nothing."""
+    while (hook := hook.replaced) is not None:
+        show_on_node(hook.node_id, "Replaced by the Sparge Attention after it")
 
 
 def told_apart(text: str) -> str:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from ..sparge import TokenGrid
 from ..sparge.kernels.warmup import Needs
+from ..sparge.reasons import Reason
 from ..sparge.session import TextPosition, TokenLayout
 
 Patch = tuple[int, int, int]
@@ -278,9 +279,10 @@ FAMILIES: Mapping[str, Family] = {
 }
 
 #: Remark on sparse runs of a model without a row.
-UNKNOWN_MODEL = (
+UNKNOWN_MODEL = Reason(
     "the pack does not know this model: tokens stay in the order they come, and text, should there "
-    "be some among them, is not kept exact"
+    "be some among them, is not kept exact",
+    "unknown",
 )
 
 #: Place of a U-Net's block: side ("input", "middle" or "output"), module on that side, block in it.
@@ -343,7 +345,7 @@ def token_layout(
     layout = replace(
         layout,
         family=family.name,
-        remark="",
+        remark=None,
         text=family.text,
         grid=in_patches(cells, patch) if len(cells) in (2, 3) else None,
         heads=_num_heads(model),

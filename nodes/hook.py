@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 
 from ..sparge.compiling import frame_compiler, is_traced_whole, untraced
+from ..sparge.reasons import Reason
 from ..sparge.session import FAILED, Report, Settings
 from . import comfyui
 from .attention_call import call_of
@@ -27,6 +28,12 @@ FORWARD_KEY = "sparge_forward"
 OVERRIDE_KEY = "optimized_attention_override"
 #: Callback key of ComfyUI's own block-sparse node.
 CORE_SPARSE_KEY = "block_sparse_attention"
+CORE_SPARSE = Reason(
+    "ComfyUI's Model Sparse Attention is on the same model and wins, being outside of this node; "
+    "the results do not add up, remove one",
+    "core",
+)
+PASSES_FAILED = Reason(f"passes were dense because of {FAILED}", FAILED.kind)
 
 #: Attribute of our overrides that holds their Mark.
 MARK = "__sparge__"
@@ -48,6 +55,7 @@ class Hook:
         self.settings = settings
         self.node_id = node_id
         self.last: Report | None = None
+        self.replaced: Hook | None = None  # of a node before this one
         self._on_top: Override | None = None
 
     def __deepcopy__(self, memo: object) -> Hook:
@@ -56,6 +64,7 @@ class Hook:
 
     def install(self, model: Any) -> None:
         """Puts the override and the wrappers on ``model``, a clone that nobody else has yet."""
+        self.replaced = hook_of(model)
         options = model.model_options.setdefault("transformer_options", {})
         current = options.get(OVERRIDE_KEY)
         ours: Mark | None = getattr(current, MARK, None)
@@ -81,15 +90,13 @@ class Hook:
             show=partial(comfyui.show_on_node, self.node_id),
         )
         if any(CORE_SPARSE_KEY in by_key for by_key in options.get("callbacks", {}).values()):
-            run.note(
-                "ComfyUI's Model Sparse Attention is on the same model and wins, being outside of "
-                "this node; the results do not add up, remove one"
-            )
+            run.note(CORE_SPARSE)
         finished = False
         try:
             comfyui.await_kernels(
                 run, patcher.load_device, comfyui.needs_of_model(patcher.model), self.node_id
             )
+            comfyui.tell_replaced(self)
             options[OVERRIDE_KEY] = self._reinstalled(found)
             options[RUN_KEY] = run
             result = executor(*args, **kwargs)
@@ -134,7 +141,7 @@ class Hook:
             if OVERRIDE_KEY in options:  # one may come after the run began
                 options[OVERRIDE_KEY] = self._reinstalled(options[OVERRIDE_KEY])
         if forward is None:
-            run.note(f"passes were dense because of {FAILED}")
+            run.note(PASSES_FAILED)
         result = executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
         if forward is not None:
             with run.failures.caught("a step was not prepared"):

@@ -22,11 +22,12 @@ from torch import Tensor
 
 from ..sparge.errors import Unsupported
 from ..sparge.failures import Failures
+from ..sparge.reasons import Reason
 from ..sparge.session import Call, Dense, Step
 from .comfyui import untracked_allocations
 
-CHANGES = "another node changes this attention"
-CHECKING = "checking another node's attention"
+CHANGES = Reason("another node changes this attention", "changed")
+CHECKING = Reason("checking another node's attention", "checking")
 
 Override = Callable[..., Tensor]
 
@@ -116,7 +117,7 @@ class Check:
         """Conditionings whose calls were compared in `_step`, by row."""
         self._step = -1
 
-    def why_dense(self, row: int, step: Step) -> str | None:
+    def why_dense(self, row: int, step: Step) -> Reason | None:
         """Reason why a call of a layer is dense; None where the override is plain there."""
         row = min(row, self._rows)  # calls for which there is no room share the last one
         if row in self._changed:

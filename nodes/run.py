@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..sparge.reasons import Reason
 from ..sparge.session import (
     UNNUMBERED,
     Call,
@@ -24,38 +25,24 @@ from ..sparge.session import (
     SigmaWindow,
     Step,
     TextPosition,
-    Why,
-    Words,
 )
 from .comfyui import exact_backend, untracked_allocations
 from .families import ModelLayout, token_layout
 from .override_check import CHANGES, Override, OverrideChecks
 
 #: Reason of a dense call that is unlike all that ComfyUI makes.
-UNKNOWN_CALL = "the model calls attention in a way unknown here"
+UNKNOWN_CALL = Reason("the model calls attention in a way unknown here", "own")
 NO_CALL = "no attention call reached this node; "
-WORDS = Words(
-    no_calls=Why(
-        f"{NO_CALL}a node after it replaces the attention, or the model does not offer it (put "
-        "Sparge Attention last, before the sampler)",
-        ("No attention call reached this node", "Put it last, before the sampler"),
-    ),
-    whole_graph=Why(
-        f"{NO_CALL}torch.compile with fullgraph leaves it no room (turn fullgraph off), or a node "
-        "after it replaces the attention",
-        ("No attention call reached this node", "Turn fullgraph off in the compile node"),
-    ),
-    replaced=Why(
-        "the {what}'s self-attention did not reach this node; another node replaces it, or the "
-        "model computes it in a way of its own",
-        ("Another node replaces the attention", "of the {what}, or the model does"),
-    ),
-    unreached="no self-attention of a whole grid reached this node",
-)
 
 
 class Run(Session):
     """One run, shared by its forward passes on every device."""
+
+    no_calls = Reason(
+        f"{NO_CALL}a node after it replaces the attention, or the model does not offer it (put "
+        "Sparge Attention last, before the sampler)",
+        "no call",
+    )
 
     def __init__(
         self,
@@ -74,7 +61,6 @@ class Run(Session):
             SigmaWindow.of(settings.start_percent, settings.end_percent, to_sigma),
             schedule,
             exact=exact_backend(),
-            words=WORDS,
             untracked=untracked_allocations,
         )
         self.owner = owner
@@ -101,10 +87,8 @@ class Run(Session):
         if model is self._model or device != self._device:
             return 0
         apart = ", and its heads are measured apart" if self.settings.aim else ""
-        self.note(
-            "the guider runs a second model as well: it follows the settings of this node, "
-            f"whatever nodes it went through{apart}"
-        )
+        sentence = "the guider runs a second model as well: it follows the settings of this node, "
+        self.note(Reason(f"{sentence}whatever nodes it went through{apart}", "second model"))
         return id(model)  # id of objects that outlive the run
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from ..sparge.session import AUTO_BUDGET, AUTO_QUALITY, MANUAL, QUALITIES, LayerSpans, Settings
+from ..sparge.session import AUTO_BUDGET, AUTO_QUALITY, MANUAL, QUALITIES, Settings
 from .comfyui import inference_device, needs_of_model, prepare_kernels
 from .hook import Hook
 
@@ -16,6 +16,12 @@ DEFAULT = Settings()
 #: Not the default of Settings, which an API graph gets: for the same time fewer dense steps and a
 #: higher density come closer to the original (docs/experiments.md, Dense steps for the same time).
 START_OF_NEW_NODES = 0.1
+#: Least and most of each number.
+LIMITS = {
+    "topk": (0.05, 1.0), "pvthreshd": (1.0, 50.0), "cdfthreshd": (0.0, 1.0),
+    "simthreshd1": (-1.0, 1.0), "start_percent": (0.0, 1.0), "end_percent": (0.0, 1.0),
+    "min_tokens": (0, 1 << 20),
+}  # fmt: skip
 
 
 class SpargeAttention(io.ComfyNode):
@@ -31,7 +37,7 @@ class SpargeAttention(io.ComfyNode):
             node_id="SpargeAttention",
             # ComfyUI's search puts words of the name first, whatever the aliases say, and those of
             # a short name before those of a long one: only WaveSpeed Image Upscale has more speed.
-            display_name="Sparge Attention (speed: sparse + sage)",
+            display_name="Sparge Attention (sparse, speed)",
             category="model/patch",
             description=(
                 "Makes video models and large images render faster: it skips the work that shows "
@@ -54,12 +60,10 @@ class SpargeAttention(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, dense_blocks: str | None = None, *, mode: Any = None) -> bool | str:
-        """`mode` comes unasked; were it no keyword, the error would be told of it, too."""
-        try:
-            LayerSpans.parse(str(dense_blocks or ""))
-        except ValueError as error:
-            return str(error)
+    def validate_inputs(cls, mode: Any = None, **inputs: Any) -> bool:
+        """Raises ValueError, which the server tells once, and a text that is returned once for each
+        input. What comes through a link is None here."""
+        settings_of(mode, inputs)
         return True
 
     @classmethod
@@ -78,15 +82,22 @@ class SpargeAttention(io.ComfyNode):
 
 
 def settings_of(mode: Any, inputs: dict[str, Any]) -> Settings:
-    """Settings of what the server hands to the node, which it has not looked at where it comes
-    through a link. What `mode` shows comes nested in it from the browser (`mode.topk`), and beside
-    it from API graphs (`topk`). What is None was not given, and what is no widget is left out, as
-    the server does."""
+    """Settings of what the server hands to the node. What `mode` shows comes nested in it from the
+    browser (`mode.topk`), and beside it from API graphs (`topk`). What is None was not given, and
+    names with $$ are the browser's own. Raises ValueError for all others."""
     given = {name.removeprefix("mode."): value for name, value in inputs.items()}
     nested = mode if isinstance(mode, dict) else {"mode": mode}
     given |= {name: value for name, value in nested.items() if value is not None}
-    known = {field.name for field in fields(Settings)}
-    return Settings(**{n: x for n, x in given.items() if n in known and x is not None})
+    given = {n: x for n, x in given.items() if not (x is None or n == "model" or n[:2] == "$$")}
+    known = [field.name for field in fields(Settings)]
+    if unknown := ", ".join(sorted(given.keys() - known)):
+        raise ValueError(f"Sparge Attention has no {unknown}; it takes {', '.join(known)}.")
+    for name, (least, most) in LIMITS.items():
+        value = given.get(name)
+        if isinstance(value, int | float) and not least <= value <= most:
+            value = float(value) if isinstance(most, float) else value  # as the server has it
+            raise ValueError(f"{name} is {value}; it takes a number from {least} to {most}.")
+    return Settings(**given)
 
 
 def _widget(kind: Any, name: str, tooltip: str, **options: Any) -> Any:
@@ -96,17 +107,17 @@ def _widget(kind: Any, name: str, tooltip: str, **options: Any) -> Any:
     return kind.Input(name, optional=True, tooltip=tooltip, **options)
 
 
-def _number(name: str, limits: tuple[float, float, float], tooltip: str, **options: Any) -> Any:
-    """Makes a widget for a number. limits: least, most, step."""
+def _number(name: str, step: float, tooltip: str, **options: Any) -> Any:
+    """Makes a widget for a number."""
     kind = io.Int if isinstance(getattr(DEFAULT, name), int) else io.Float
-    least, most, step = limits
+    least, most = LIMITS[name]
     return _widget(kind, name, tooltip, min=least, max=most, step=step, **options)
 
 
 def _topk(tooltip: str) -> Any:
     """Its label in the browser is of locales/en: ComfyUI 0.33 forgets display_name in a mode."""
     slider = io.NumberDisplay.slider
-    return _number("topk", (0.05, 1.0, 0.01), tooltip, display_mode=slider)
+    return _number("topk", 0.01, tooltip, display_mode=slider)
 
 
 def _manual() -> list[Any]:
@@ -118,7 +129,7 @@ def _manual() -> list[Any]:
         ),
         _number(
             "pvthreshd",
-            (1.0, 50.0, 0.5),
+            0.5,
             "Also skips what weighs next to nothing in the rest: this many powers of two below the "
             "largest. Lower is faster, higher is closer to the original; 50 is off. H100 and H200 "
             "leave it out, where it costs more than it saves.",
@@ -135,7 +146,7 @@ def _manual() -> list[Any]:
         ),
         _number(
             "cdfthreshd",
-            (0.0, 1.0, 0.001),
+            0.001,
             "How much of the weight of attention is kept, by estimate, when select_by is cdf. "
             "Lower is faster, higher is closer to the original.",
             round=0.001,
@@ -143,7 +154,7 @@ def _manual() -> list[Any]:
         ),
         _number(
             "simthreshd1",
-            (-1.0, 1.0, 0.01),
+            0.01,
             "Parts of the video that are less uniform than this are never skipped. Lower is "
             "faster, higher is closer to the original; below 0 is off.",
             advanced=True,
@@ -186,7 +197,7 @@ def _widgets() -> list[Any]:
         ),
         _number(
             "start_percent",
-            (0.0, 1.0, 0.01),
+            0.01,
             "The first part of the run, which settles layout and motion, is computed in full. "
             "Lower is faster, higher is closer to the original. A position in the noise schedule: "
             "for most schedulers the share of the steps.",
@@ -195,14 +206,14 @@ def _widgets() -> list[Any]:
         ),
         _number(
             "end_percent",
-            (0.0, 1.0, 0.01),
+            0.01,
             "After this point of the run all is computed in full again. Higher is faster, lower "
             "is closer to the original in fine detail.",
             advanced=True,
         ),
         _number(
             "min_tokens",
-            (0, 1 << 20, 256),
+            256,
             "Videos and images of fewer tokens than this are computed in full, because they gain "
             "little. An image of 1024 x 1024 has 4096 tokens in most models. Lower makes smaller "
             "ones faster, too; higher is closer to the original.",

@@ -80,7 +80,7 @@ class SpargeAttentionCompare(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return io.Schema(
             node_id="SpargeAttentionCompare",
-            display_name="Sparge Attention Compare",
+            display_name="Compare (Sparge Attention)",
             category="image",
             description=(
                 "Shows two videos in one, and says how much they differ: the same seed with and "

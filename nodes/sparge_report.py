@@ -36,7 +36,7 @@ SCALE = torch.tensor(
 # Pixels. A node is about half as wide, so letters of 22 are 11 there.
 WIDTH, MARGIN, LEFT, RIGHT, TOP, BOTTOM = 800, 24, 84, 32, 164, 124
 HEIGHT, TALLEST_CELL = 460, 56
-HEADLINE, TITLE, NUMBER = 36, 25, 22
+HEADLINE, TITLE, NUMBER = 33, 25, 22
 LINE_LENGTH = 56  # characters of a message
 
 
@@ -52,7 +52,7 @@ class SpargeAttentionReport(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return io.Schema(
             node_id="SpargeAttentionReport",
-            display_name="Sparge Attention Report",
+            display_name="Report (Sparge Attention)",
             category="model/patch",
             description=(
                 "Shows what Sparge Attention did in the last run, on the node itself: how much "
@@ -81,7 +81,7 @@ class SpargeAttentionReport(io.ComfyNode):
             text = lines = NO_NODE if hook is None else NO_RUN
             image = message(text)
         else:
-            text, lines = details(hook.last), verdict(hook.last)
+            text, lines = details(hook.last), "\n".join(verdict(hook.last))
             image = draw(hook.last)
         show_on_node(cls.hidden.unique_id if cls.hidden else None, lines)
         shown = ui.PreviewImage(image, cls=cls).as_dict() | ui.PreviewText(text).as_dict()
@@ -92,12 +92,12 @@ def draw(report: Report) -> Tensor:
     """Picture of the verdict, and of how much each layer computed in each step."""
     by_step, layers = report.densities.by_step, report.densities.layers.tolist()
     if not by_step.numel() or report.counts.missing:
-        return message(why_nothing(report).told or report.words.unreached)
+        return message((why_nothing(report) or report.no_calls).lines()[2])
     bottom = TOP + min(HEIGHT, TALLEST_CELL * len(layers))
     image = Image.new("RGB", (WIDTH, bottom + BOTTOM), PAPER)
-    headline, *second = verdict(report).split("\n")
+    headline, second, *_ = verdict(report)
     write(image, headline, 22, MARGIN, INK, HEADLINE)
-    write(image, "".join(second), 78, MARGIN, FAINT, TITLE + 3)
+    write(image, second, 78, MARGIN, FAINT, TITLE + 3)
     _map(image, by_step, layers, bottom)
     _scale(image, bottom + 82)
     return _as_tensor(image)
@@ -105,7 +105,7 @@ def draw(report: Report) -> Tensor:
 
 def message(text: str) -> Tensor:
     """Picture that says why there is none."""
-    lines = textwrap.wrap(text[:1].upper() + text[1:], LINE_LENGTH)
+    lines = textwrap.wrap(text, LINE_LENGTH)
     image = Image.new("RGB", (WIDTH, 2 * MARGIN + 36 * len(lines)), PAPER)
     for place, line in enumerate(lines):
         write(image, line, MARGIN + 36 * place, MARGIN, INK, TITLE + 1)

@@ -23,6 +23,7 @@ from torch import Tensor
 from ..sparge import TokenGrid
 from ..sparge.compiling import is_traced_whole, untraced
 from ..sparge.failures import Failures
+from ..sparge.reasons import Reason
 from ..sparge.sdpa import AttentionMode
 from ..sparge.session import (
     Report,
@@ -31,15 +32,13 @@ from ..sparge.session import (
     Step,
     TextPosition,
     TokenLayout,
-    Why,
-    short_lines,
     unusable_reason,
 )
 from ..sparge.session.torch_pass import TorchPass
 from ..sparge.torch_attention import TorchCall
 from . import comfyui
 from .families import needs_of
-from .run import NO_CALL, WORDS
+from .run import NO_CALL
 
 logger = logging.getLogger("sparge")
 
@@ -50,23 +49,6 @@ CARRIED_KEY = "sparge_attention"
 MODE_KEY = "attention_mode_override"
 LAST_STEP = 10000
 
-_NO_CALL = Why(
-    f"{NO_CALL}a node after this one sets another attention mode, or the model computes attention "
-    "past that mode (radial attention, MultiTalk, or torch.compile with fullgraph)",
-    ("No attention call reached this node", "Put it last, before the sampler"),
-)
-#: In WanVideoWrapper, which says where its attention goes by the attention mode.
-WAN_WRAPPER = replace(
-    WORDS,
-    no_calls=_NO_CALL,
-    whole_graph=_NO_CALL,
-    replaced=Why(
-        "the {what}'s self-attention did not reach this node; the model computes it past the "
-        "attention mode",
-        ("The {what}'s self-attention", "did not reach this node"),
-    ),
-)
-
 
 class SpargeAttentionWanVideoWrapper(io.ComfyNode):
     """Node id, widget names and their order are in saved graphs: only append."""
@@ -75,8 +57,7 @@ class SpargeAttentionWanVideoWrapper(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return io.Schema(
             node_id="SpargeAttentionWanVideoWrapper",
-            # Longer than the name of Sparge Attention, which shall come first in a search.
-            display_name="Sparge Attention for WanVideoWrapper (kijai)",
+            display_name="WanVideoWrapper (Sparge Attention)",
             category="model/patch",
             description=(
                 "Makes models of the pack WanVideoWrapper render faster: it skips the work that "
@@ -126,8 +107,8 @@ class SpargeAttentionWanVideoWrapper(io.ComfyNode):
         settings, device = Settings(topk=topk), comfyui.inference_device()
         reason = unusable_reason(device)
         if reason is not None:  # the pack's own attention is faster than PyTorch's
-            logger.warning("[Sparge] NOTHING IS SPARSE: %s", reason)
-            comfyui.show_on_node(node_id, short_lines("NOTHING IS SPARSE", reason))
+            logger.warning("[Sparge] nothing is skipped: %s", reason)
+            comfyui.show_on_node(node_id, "\n".join(reason.lines()))
             return io.NodeOutput(model)
         comfyui.prepare_kernels(device, needs_of(model.model.diffusion_model, None), node_id)
         patched = model.clone()
@@ -139,6 +120,11 @@ class WrapperRun(Session):
     """One run of the pack's sampler."""
 
     finished = False
+    no_calls = Reason(
+        f"{NO_CALL}a node after this one sets another attention mode, or the model computes "
+        "attention past that mode (radial attention, MultiTalk, or torch.compile with fullgraph)",
+        "no call",
+    )
 
     def report(self, stopped: bool = False) -> Report:
         """Without its seconds: nobody knows what the pack's own attention would have taken."""
@@ -180,7 +166,8 @@ class WanWrapperHook:
 
     def __init__(self, settings: Settings, start_step: int, node_id: str | None) -> None:
         """start_step: number of the first step that may be sparse."""
-        self._settings, self._start_step, self._node_id = settings, start_step, node_id
+        self._settings, self._start_step, self.node_id = settings, start_step, node_id
+        self.replaced: WanWrapperHook | None = None  # of a node before this one
         self._failures = Failures()
         self._forward: TorchPass | None = None
         self._mode = AttentionMode(self._serve)  # one for all passes, or graphs are traced anew
@@ -188,6 +175,7 @@ class WanWrapperHook:
     def install(self, model: Any) -> None:
         """Puts the hook on `model`, a clone that nobody else has yet."""
         options = model.model_options.setdefault("transformer_options", {})
+        self.replaced = getattr(options.get(CARRIED_KEY), "hook", None)
         options[CARRIED_KEY] = Carried(self)
         options[MODE_KEY] = {
             "mode": "sdpa",
@@ -239,11 +227,13 @@ class WanWrapperHook:
         device = latent.device
         run = carried.run
         if run is None:
-            run = carried.run = WrapperRun(self._settings, words=WAN_WRAPPER)
-            weakref.finalize(carried, run.end_for, self._node_id).atexit = False
-            comfyui.await_kernels(run, device, needs_of(transformer, None), self._node_id)
+            run = carried.run = WrapperRun(self._settings)
+            weakref.finalize(carried, run.end_for, self.node_id).atexit = False
+            comfyui.await_kernels(run, device, needs_of(transformer, None), self.node_id)
+            comfyui.tell_replaced(self)
         layout = _layout(transformer, latent, given)
-        native = None if step >= self._start_step else f"before start_step {self._start_step}"
+        native = Reason(f"before start_step {self._start_step}", "start step")
+        native = native if step < self._start_step else None
         of_pass = Step((int(bool(given.get("is_uncond"))),), step)
         begun = TorchPass(session=run, layout=layout, step=of_pass, device=device, unusable=native)
         if native is None:

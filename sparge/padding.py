@@ -17,12 +17,15 @@ from .checks.argument import check_tensor
 from .checks.validate import as_heads_first
 from .compiling import being_recorded
 from .errors import Unsupported
+from .reasons import Reason
 from .weak_cache import WeakTensorCache
 
 #: Additive mask values at or below this hide a key: no logit makes up for it.
 HIDDEN = -1e4
 #: Reason of a call whose mask nobody can read; what it hides may change between runs of the graph.
-CAPTURED = "a mask in a CUDA graph that is captured, where nobody can read what it hides"
+CAPTURED = Reason(
+    "a mask in a CUDA graph that is captured, where nobody can read what it hides", "graph"
+)
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,6 +20,7 @@ from .errors import KernelBuildError
 from .kernels import DriverError, capabilities
 from .kernels.warmup import why_no_kernel
 from .order.grid import TokenGrid
+from .reasons import Reason
 
 #: Function that `torch.nn.functional` had when the library was imported.
 TORCH_ATTENTION = scaled_dot_product_attention
@@ -52,7 +53,7 @@ class TorchCall(NamedTuple):
 #: Errors of kernels that cannot be had; the model can do without.
 NO_KERNEL = (KernelBuildError, DriverError)
 #: Why there are none on a device: another try takes seconds, and a call has many kernels.
-_given_up: dict[torch.device, str] = {}
+_given_up: dict[torch.device, Reason] = {}
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 NOT_BY_HEAD = "q, k and v are not (batch, heads, tokens, head_dim)"
@@ -118,9 +119,9 @@ def _why_machine_cannot(device: torch.device) -> str:
             return "torch.func or torch.vmap transforms the call"
         if device in _given_up:
             return _given_up[device]
-    return "" if device.type == "cpu" else capabilities(device).reason
+    return "" if device.type == "cpu" else str(capabilities(device).reason)
 
 
-def give_up(device: torch.device, error: KernelBuildError | DriverError) -> str:
+def give_up(device: torch.device, error: KernelBuildError | DriverError) -> Reason:
     """Reason why calls on a device are exact from now on; the log says what is wrong."""
     return _given_up.setdefault(device, why_no_kernel(error))

@@ -36,7 +36,7 @@ class PretendedGpu:
         self.launched: list[Launched] = []
         self.loads_at_launch: list[int] = []
         self.missing: set[tuple[str, str]] = set()
-        capability = Capability(True, "", arch or "")
+        capability = Capability(True, arch=arch or "")
         monkeypatch.setattr(device, "_ask_cuda", lambda _: device.arch_for((9, 0), "NVIDIA H200"))
 
         ask = device.capabilities

@@ -79,7 +79,7 @@ ORDER = (
     "order stats",
     "checks thresholds",
     "kernels",
-    "blocks compiling errors failures weak_cache",
+    "blocks compiling errors failures reasons weak_cache",
 )
 
 

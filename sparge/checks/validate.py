@@ -46,12 +46,14 @@ def check_pair(q: Tensor, k: Tensor, name: str = "k") -> None:
     for label, tensor in (("q", q), (name, k)):
         if tensor.dtype not in DTYPES:
             raise Unsupported(
-                f"{label} is {tensor.dtype}; bfloat16, float16 and float32 are supported."
+                f"{label} is {tensor.dtype}; bfloat16, float16 and float32 are supported.",
+                "dtype",
             )
         if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
             raise Unsupported(
                 f"{label}'s last dimension has stride {tensor.stride(-1)}; it must be contiguous "
-                "(the other dimensions may have any strides): call .contiguous() first."
+                "(the other dimensions may have any strides): call .contiguous() first.",
+                "own",
             )
     if 0 in q.shape or 0 in k.shape:
         raise ValueError(f"q {tuple(q.shape)} or {name} {tuple(k.shape)} has an empty dimension.")
@@ -63,7 +65,8 @@ def check_pair(q: Tensor, k: Tensor, name: str = "k") -> None:
             "equal, and q's heads a multiple of the others'."
         )
     if q.shape[-1] > MAX_HEAD_DIM:
-        raise Unsupported(f"head_dim is {q.shape[-1]}; up to {MAX_HEAD_DIM} is supported.")
+        sentence = f"head_dim is {q.shape[-1]}; up to {MAX_HEAD_DIM} is supported."
+        raise Unsupported(sentence, "own")
     if q.shape[2] > MOST_TOKENS or k.shape[2] > MOST_TOKENS:
         raise Unsupported(
             f"The call has {q.shape[2]} queries and {k.shape[2]} keys; up to {MOST_TOKENS} of each "
@@ -179,7 +182,8 @@ def checked_scale(scale: float | None, head_dim: int) -> float:
     if not LEAST_SCALE <= given < math.inf:
         raise Unsupported(
             f"scale is {given}; the softmax scale is a finite number from {LEAST_SCALE:g} up: "
-            "for a negative one pass -q, for 0 average v."
+            "for a negative one pass -q, for 0 average v.",
+            "own",
         )
     return given
 
@@ -189,10 +193,12 @@ def check_inference(*tensors: Tensor) -> None:
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         raise Unsupported(
             "Sparse attention has no backward pass: run under torch.no_grad() or "
-            "torch.inference_mode(), or detach the inputs."
+            "torch.inference_mode(), or detach the inputs.",
+            "training",
         )
     if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
         raise Unsupported(
             "Sparse attention has no forward-mode derivative (torch.func.jvp, dual tensors): "
-            "detach the inputs, or use dense attention where a tangent is asked for."
+            "detach the inputs, or use dense attention where a tangent is asked for.",
+            "training",
         )

@@ -11,6 +11,7 @@ import torch
 
 from ..compiling import constant_in_graphs
 from ..errors import KernelBuildError
+from ..reasons import Reason
 from . import driver, nvrtc
 from .spec import ARCHS
 
@@ -31,19 +32,22 @@ SERVED_BY: dict[tuple[int, int], tuple[str, ...]] = {
 }
 
 
+NOTHING = Reason("")
+
+
 @dataclass(frozen=True)
 class Capability:
     """``arch`` is the target to build for, "" when not ``usable``; ``reason`` is "" when it is.
 
     ``fallback`` is the target that takes over should a kernel of ``arch`` not compile, "" where
-    none is left. ``note`` is a sentence for the user where a better target than ``arch`` exists.
+    none is left. ``note`` is for the user where a better target than ``arch`` exists.
     """
 
     usable: bool
-    reason: str = ""
+    reason: Reason = NOTHING
     arch: str = ""
     fallback: str = ""
-    note: str = ""
+    note: Reason = NOTHING
 
 
 _NVIDIA_ONLY = "the kernels are NVIDIA machine code."
@@ -62,16 +66,19 @@ def capabilities(device: torch.device | str | int) -> Capability:
     try:
         place = as_device(device)
         if place.type != "cuda":
-            return _unusable(f"{_called(place)} is not supported: {_NVIDIA_ONLY}")
+            known = torch.version.cuda or torch.version.hip or place.type != "cpu"
+            kind = "no NVIDIA GPU" if known else "PyTorch for CPUs"
+            return _unusable(kind, f"{_called(place)} is not supported: {_NVIDIA_ONLY}")
         if torch.version.hip:
-            return _unusable(f"AMD GPUs (ROCm) are not supported: {_NVIDIA_ONLY}")
+            sentence = f"AMD GPUs (ROCm) are not supported: {_NVIDIA_ONLY}"
+            return _unusable("no NVIDIA GPU", sentence)
         index = cuda_index(place)
         with _lock:
             if index not in _known:
                 _known[index] = _ask_cuda(index)
             return _known[index]
     except Exception as error:  # the promise is a reason, whatever a broken installation does
-        return _unusable(f"The device {device} could not be examined: {error}")
+        return _unusable("broken GPU", f"The device {device} could not be examined: {error}")
 
 
 def pass_over(arch: str, device: torch.device | str | int, why: KernelBuildError) -> bool:
@@ -127,18 +134,21 @@ def compiler() -> nvrtc.Nvrtc:
 
 def _ask_cuda(index: int) -> Capability:
     if torch.version.cuda is None:
-        return _unusable("This PyTorch is built without CUDA: install a CUDA build of PyTorch.")
+        sentence = "This PyTorch is built without CUDA: install a CUDA build of PyTorch."
+        return _unusable("no CUDA", sentence)
     try:
         driver.library()
     except driver.DriverNotFoundError as error:
-        return _unusable(f"No NVIDIA GPU can be used: {error}.")
+        return _unusable("no GPU", f"No NVIDIA GPU can be used: {error}.")
     if not torch.cuda.is_available():
         return _unusable(
+            "no GPU",
             f"PyTorch for CUDA {torch.version.cuda} finds no GPU it can use: "
-            "check that one is present and that the NVIDIA driver is new enough."
+            "check that one is present and that the NVIDIA driver is new enough.",
         )
     if index >= torch.cuda.device_count():
-        return _unusable(f"There is no GPU {index}: this machine has {torch.cuda.device_count()}.")
+        found = torch.cuda.device_count()
+        return _unusable("no GPU", f"There is no GPU {index}: this machine has {found}.")
     name = torch.cuda.get_device_name(index)
     return arch_for(torch.cuda.get_device_capability(index), name)
 
@@ -148,16 +158,18 @@ def arch_for(capability: tuple[int, int], name: str) -> Capability:
     major, minor = capability
     if major < 8:
         return _unusable(
+            "old GPU",
             f"{name.removeprefix('NVIDIA ')} is too old: it has compute capability "
-            f"{major}.{minor}, and the kernels need 8.0 (Ampere, RTX 30) or newer."
+            f"{major}.{minor}, and the kernels need 8.0 (Ampere, RTX 30) or newer.",
         )
     targets = SERVED_BY.get(capability)
     if targets is None:
-        return _unusable(f"{name} (compute capability {major}.{minor}) is not supported yet.")
+        sentence = f"{name} (compute capability {major}.{minor}) is not supported yet."
+        return _unusable("new GPU", sentence)
     try:
         nvrtc_found = compiler()
     except nvrtc.NvrtcNotFoundError as error:
-        return _unusable(str(error))
+        return _unusable("no compiler", str(error))
     known = [
         arch.name
         for arch in map(ARCHS.__getitem__, targets)
@@ -165,22 +177,25 @@ def arch_for(capability: tuple[int, int], name: str) -> Capability:
     ]
     if known:
         arch, *others = [name for name in known if name not in _refused] or known[-1:]
-        return Capability(True, "", arch, "".join(others[:1]), _note(targets[0], arch))
+        return Capability(True, NOTHING, arch, "".join(others[:1]), _note(targets[0], arch))
     have, need = ("{}.{}".format(*v) for v in (nvrtc_found.version, ARCHS[targets[0]].needs))
     return _unusable(
+        "old PyTorch",
         f"{name} needs the CUDA {need} compiler (NVRTC) or newer, but this PyTorch brings {have}: "
-        "update PyTorch."
+        "update PyTorch.",
     )
 
 
-def _note(best: str, arch: str) -> str:
+def _note(best: str, arch: str) -> Reason:
     if arch == best:
-        return ""
+        return NOTHING
     if best in _refused:
-        return (
-            f"The kernels for {best} did not compile (see the log), so slower ones for {arch} run."
+        return Reason(
+            f"The kernels for {best} did not compile (see the log), so slower ones for {arch} run.",
+            "refused kernels",
         )
-    return f"This PyTorch's NVRTC does not know {best}, so slower kernels for {arch} run."
+    sentence = f"This PyTorch's NVRTC does not know {best}, so slower kernels for {arch} run."
+    return Reason(sentence, "slower kernels")
 
 
 def _called(device: torch.device) -> str:
@@ -188,5 +203,5 @@ def _called(device: torch.device) -> str:
     return names.get(device.type, f"The device type {device.type!r}")
 
 
-def _unusable(reason: str) -> Capability:
-    return Capability(False, reason)
+def _unusable(kind: str, sentence: str) -> Capability:
+    return Capability(False, Reason(sentence, kind))

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from ..errors import KernelBuildError, Unsupported
+from ..reasons import Reason
 from .device import capabilities
 from .driver import DriverError
 from .loader import warm
@@ -21,9 +22,9 @@ from .spec import HEAD_DIMS, KernelSpec, Source, eight_bit_element, native_specs
 
 logger = logging.getLogger("sparge")
 
-KERNEL_DID_NOT_COMPILE = "a kernel did not compile (see the log)"
-KERNEL_DID_NOT_LOAD = "the driver did not take a kernel (see the log)"
-NO_KERNELS = "an error while kernels were made ready (see the log)"
+KERNEL_DID_NOT_COMPILE = Reason("a kernel did not compile (see the log)", "compile")
+KERNEL_DID_NOT_LOAD = Reason("the driver did not take a kernel (see the log)", "load")
+NO_KERNELS = Reason("an error while kernels were made ready (see the log)", "not ready")
 
 Show = Callable[[str], None]
 
@@ -67,7 +68,7 @@ def eight_bit_specs(arch: str, needs: Needs = UNKNOWN) -> list[KernelSpec]:
     ]
 
 
-def why_no_kernel(error: KernelBuildError | DriverError) -> str:
+def why_no_kernel(error: KernelBuildError | DriverError) -> Reason:
     """Reason for the user that a kernel cannot be had; the log gets the whole error."""
     logger.error("[Sparge] %s", error)
     return KERNEL_DID_NOT_LOAD if isinstance(error, DriverError) else KERNEL_DID_NOT_COMPILE
@@ -106,7 +107,7 @@ class Warmup:
             self._show(f"Compiling kernels for this GPU, once: {self._ready}{seconds:.0f} s")
         return seconds
 
-    def wait(self, check_cancelled: Callable[[], None]) -> str | None:
+    def wait(self, check_cancelled: Callable[[], None]) -> Reason | None:
         """Blocks until done. Returns why the kernels cannot be used, or None when they can."""
         told = 0.0
         while self._thread.is_alive():
@@ -116,7 +117,7 @@ class Warmup:
                 self._tell()
                 told = time.perf_counter()
         if isinstance(self._error, Unsupported):
-            return self._error.reason
+            return Reason(*self._error.args)
         if isinstance(self._error, KernelBuildError | DriverError):
             return why_no_kernel(self._error)
         if self._error is None:

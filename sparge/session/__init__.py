@@ -5,7 +5,7 @@ measured again; each call is served sparse, or dense with a reason; a report tel
 
 from .calls import MASK, Call, Dense, Kind, may_be_padding, unknown_options
 from .heads import FAILED
-from .report import PLAIN, Report, Why, Words
+from .report import Report
 from .schedule import (
     AUTO_BUDGET,
     AUTO_QUALITY,
@@ -20,7 +20,7 @@ from .schedule import (
 from .session import Pass, Session
 from .timing import Exact, unusable_reason
 from .tokens import UNNUMBERED, Layer, LayerSpans, TextPosition, TokenLayout
-from .verdict import details, short_lines, summary, verdict
+from .verdict import details, summary, verdict
 
 __all__ = [
     "AUTO_BUDGET",
@@ -28,7 +28,6 @@ __all__ = [
     "FAILED",
     "MANUAL",
     "MASK",
-    "PLAIN",
     "QUALITIES",
     "UNNUMBERED",
     "Aim",
@@ -47,11 +46,8 @@ __all__ = [
     "Step",
     "TextPosition",
     "TokenLayout",
-    "Why",
-    "Words",
     "details",
     "may_be_padding",
-    "short_lines",
     "summary",
     "unknown_options",
     "unusable_reason",

@@ -20,6 +20,7 @@ from ..head_settings import HeadSettings
 from ..order.grid import TokenGrid, TokenOrder
 from ..padding import CAPTURED, as_rows, is_real, key_padding, real_first, row_of_keys
 from ..policy import EIGHT_BIT_DENSE, SparsePolicy
+from ..reasons import Reason
 from ..sdpa import RuleOptions
 from ..stats import AttentionStats
 from ..torch_attention import TorchCall, exact_attention
@@ -49,7 +50,7 @@ class Call:
     mask: Tensor | None = None
     key_mask: Tensor | None = None
     """The mask where it may be padding, by its shape."""
-    why_exact: str | None = None
+    why_exact: Reason | None = None
     """Reason why it is exact whatever it attends to, such as an option that changes its result."""
     reference_tokens: int = 0
     """Image tokens that a model appends after the grid (Flux edits)."""
@@ -129,7 +130,7 @@ class Call:
         }[self.layout]
         if tuple(out.shape) != usual:
             raise Unsupported(
-                f"dense attention gave {tuple(out.shape)} instead of {usual}, so it is not measured"
+                f"dense attention gave {tuple(out.shape)} instead of {usual}", "changed"
             )
         out = out.unflatten(-1, (heads, -1)) if self.layout == "flat" else out
         return out if self.layout == "HND" else out.transpose(1, 2)
@@ -215,34 +216,44 @@ class DenseOnce:
 
 
 #: Reason of a dense call with a mask that is no padding of text.
-MASK = "attention mask"
+MASK = Reason("attention mask", "mask")
 #: Reason of a dense masked call whose batch entries have different numbers of real tokens.
-UNEVEN = "attention mask (the prompts of a batch are padded differently)"
-CROSS_ATTENTION = "cross-attention"
-FRAME_BY_FRAME = "the model attends frame by frame, which only mode manual serves"
+UNEVEN = Reason("attention mask (the prompts of a batch are padded differently)", "uneven")
+CROSS_ATTENTION = Reason("cross-attention")
+FRAME_BY_FRAME = Reason("the model attends frame by frame, which only mode manual serves", "frames")
 #: Remark on sparse calls of a known model whose tokens are not those of its clip.
-UNKNOWN_TOKENS = (
+UNKNOWN_TOKENS = Reason(
     "some calls have other tokens than the video and its text (an image of another size?): those "
-    "stay in the order they come, which errs more"
+    "stay in the order they come, which errs more",
+    "tokens",
 )
 #: Remark on such calls of a model that several GPUs share.
-TEXT_NOT_EXACT = "several GPUs share the model, and text was not exact: nobody says where it stands"
+TEXT_NOT_EXACT = Reason(
+    "several GPUs share the model, and text was not exact: nobody says where it stands",
+    "tokens",
+)
 #: Remarks on sparse calls of other numbers of queries and keys.
-FRAMES_AS_THEY_COME = "the model attends frame by frame: those calls keep their tokens as they come"
-PART_AS_IT_COMES = (
+FRAMES_AS_THEY_COME = Reason(
+    "the model attends frame by frame: those calls keep their tokens as they come",
+    "tokens",
+)
+PART_AS_IT_COMES = Reason(
     "queries and keys differ in number in some calls (a node adds or merges tokens?): those keep "
-    "their tokens as they come, and text among them is not exact"
+    "their tokens as they come, and text among them is not exact",
+    "parts kept",
 )
-DIFFERENT_NUMBERS = (
+DIFFERENT_NUMBERS = Reason(
     "queries and keys differ in number (a node adds or merges tokens?), which only mode manual "
-    "serves"
+    "serves",
+    "parts",
 )
+FEWER_THAN_A_FRAME = Reason("fewer tokens than a frame has", "beside")
 
 
-def unknown_options(names: Iterable[str]) -> str | None:
+def unknown_options(names: Iterable[str]) -> Reason | None:
     """Reason of a call with options that change its result; None without any."""
     found = ", ".join(names)
-    return f"the model uses an option unknown here ({found})" if found else None
+    return Reason(f"the model uses an option unknown here ({found})", "own") if found else None
 
 
 class Kind(enum.Enum):
@@ -269,7 +280,7 @@ class Decision:
     """Decision on calls that look alike, whatever their layer and their heads are like."""
 
     kind: Kind
-    why_exact: str | None
+    why_exact: Reason | None
     """Why they are exact in every step; None where they may be sparse."""
     tokens: int
     """Tokens of the sequence that they are of."""
@@ -278,7 +289,7 @@ class Decision:
     of text or sound alone, nor of the clip attending to text or sound."""
     ends: tuple[int, int]
     """Tokens at either end that stay exact in sparse ones."""
-    remarks: tuple[str, ...]
+    remarks: tuple[Reason, ...]
     """On sparse ones, for the user."""
     raises: bool = False
     """Whether errors are the caller's; else such a call is dense."""
@@ -289,7 +300,7 @@ class Decision:
         and what is not is exact."""
         tokens = call.query_tokens
         if call.key_tokens != tokens:
-            why = "queries and keys differ in number"
+            why = Reason("queries and keys differ in number")
             return cls(Kind.PART, why, tokens, True, (0, 0), (), True)
         grid = layout.sequence(tokens)
         ends = (grid.prefix, grid.suffix) if grid else (0, 0)
@@ -313,7 +324,7 @@ class Decision:
         )
 
 
-def _why_exact(kind: Kind, call: Call, layout: TokenLayout, settings: Settings) -> str | None:
+def _why_exact(kind: Kind, call: Call, layout: TokenLayout, settings: Settings) -> Reason | None:
     """Reason why a call is exact in every step, or None. What the arithmetic cannot serve
     (head_dim, strides, gradients) the library refuses itself, with a reason."""
     if kind is Kind.CROSS:
@@ -325,17 +336,18 @@ def _why_exact(kind: Kind, call: Call, layout: TokenLayout, settings: Settings) 
     # A frame is a part of the clip, which is long.
     queries = call.key_tokens if layout.frame_by_frame else call.query_tokens
     if min(queries, call.key_tokens) < settings.min_tokens:
-        return f"fewer than min_tokens ({settings.min_tokens}) tokens"
+        least = settings.min_tokens
+        return Reason(f"fewer than min_tokens ({least}) tokens", "small", least)
     if kind is Kind.PART and settings.aim is not None:
         return FRAME_BY_FRAME if layout.frame_by_frame else DIFFERENT_NUMBERS
     if call.query_tokens < layout.frame_tokens:
-        return "fewer tokens than a frame has"  # text or sound alone; text stays exact
+        return FEWER_THAN_A_FRAME  # text or sound alone; text stays exact
     return None
 
 
 def _ends_and_remarks(
     kind: Kind, call: Call, layout: TokenLayout
-) -> tuple[tuple[int, int], tuple[str, ...]]:
+) -> tuple[tuple[int, int], tuple[Reason, ...]]:
     known = (layout.remark,) if layout.remark else ()
     if kind is not Kind.SELF:
         part = FRAMES_AS_THEY_COME if layout.frame_by_frame else PART_AS_IT_COMES
@@ -407,10 +419,10 @@ class ReadMasks:
         """known: whole sequence, of which padding is never on the grid; None where that is not
         known."""
         self._known = known
-        self._rows: WeakTensorCache[_Row | str] = WeakTensorCache()
-        self._found: list[tuple[_Row, RealTokens | str | None]] = []
+        self._rows: WeakTensorCache[_Row | Reason] = WeakTensorCache()
+        self._found: list[tuple[_Row, RealTokens | Reason | None]] = []
 
-    def real_tokens(self, mask: Tensor) -> RealTokens | str | None:
+    def real_tokens(self, mask: Tensor) -> RealTokens | Reason | None:
         """Real tokens of a call with this mask: None where all tokens are, or why the call stays
         dense. mask: as `may_be_padding` takes it."""
         if being_recorded(mask.device):
@@ -418,7 +430,7 @@ class ReadMasks:
         row = self._rows.get(mask)
         if row is None:
             row = self._rows.add(mask, _read(mask))
-        if isinstance(row, str):
+        if isinstance(row, Reason):
             return row
         for earlier, found in self._found:
             if row.hides_queries == earlier.hides_queries and torch.equal(row.keys, earlier.keys):
@@ -434,7 +446,9 @@ class _Row(NamedTuple):
     hides_queries: bool
     """Whether what a hidden token asks for is hidden, too."""
 
-    def real_tokens(self, known: TokenGrid | None, device: torch.device) -> RealTokens | str | None:
+    def real_tokens(
+        self, known: TokenGrid | None, device: torch.device
+    ) -> RealTokens | Reason | None:
         try:
             padding = key_padding(self.keys)
         except (Unsupported, ValueError):
@@ -455,7 +469,7 @@ class _Row(NamedTuple):
         return RealTokens(places[:, : counts[0]], places[:, counts[0] :], self.hides_queries)
 
 
-def _read(mask: Tensor) -> _Row | str:
+def _read(mask: Tensor) -> _Row | Reason:
     """Row of a mask, or why it is no padding. Waits for its device."""
     try:
         rows = as_rows(mask if mask.dim() == 4 else mask[(None,) * (3 - mask.dim())][:, None])

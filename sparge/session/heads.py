@@ -36,6 +36,7 @@ from ..order.grid import (
 )
 from ..order.variants import VARIANTS, OrderKind
 from ..policy import SparsePolicy
+from ..reasons import Reason
 from .calls import Call, Untracked
 from .choose import ChosenSettings, Curves
 from .measure import Candidates, Measured, MeasuredCall, Sums, measure, spread_places
@@ -52,15 +53,15 @@ USUAL_PROMPTS = 2
 AGAIN = CHOICES - 1
 NEVER = sys.maxsize  # step of a choice that does not come
 
-MEASURING = "measuring"
-NOT_MEASURED = "this layer could not be measured"
-NO_MEMORY = "not enough memory to measure this layer"
-TOO_SHORT = "too few steps are left to pay for measuring"
-ALL_EXACT = "every query block holds text, which stays exact"
+MEASURING = Reason("measuring", "measuring")
+NOT_MEASURED = Reason("this layer could not be measured", "range")
+NO_MEMORY = Reason("not enough memory to measure this layer", "memory")
+TOO_SHORT = Reason("too few steps are left to pay for measuring", "few steps")
+ALL_EXACT = Reason("every query block holds text, which stays exact", "text")
 #: Measuring, or sparse computation, raised an error.
-FAILED = "an error of Sparge Attention (see the log)"
-NAN_OF_MODEL = "the model gave NaN here, without Sparge Attention's doing"
-INF_OF_MODEL = "the model gave inf here, without Sparge Attention's doing"
+FAILED = Reason("an error of Sparge Attention (see the log)", "error")
+NAN_OF_MODEL = Reason("the model gave NaN here, without Sparge Attention's doing", "NaN")
+INF_OF_MODEL = Reason("the model gave inf here, without Sparge Attention's doing", "NaN")
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,7 @@ class Heads:
         self.least = self.candidates.least
         """Share of pairs that is kept whatever is chosen."""
         self._query_blocks: list[int] = (~orders[0].queries_exact).nonzero().flatten().tolist()
-        self.why_dense: str | None = None if self._query_blocks else ALL_EXACT
+        self.why_dense: Reason | None = None if self._query_blocks else ALL_EXACT
         self.settings: ChosenSettings | None = None
         """Settings since the last choice; None before the first."""
         self.given: list[tuple[ChosenSettings, int, dict[int, int]]] = []
@@ -181,7 +182,7 @@ class Heads:
         self._untracked, self._draw = untracked, draw
         # Each prompt is measured once: its share of the query blocks.
         self._blocks_a_prompt = max(1, BLOCKS // (len(set(prompts)) or USUAL_PROMPTS))
-        self._refusals: dict[int, str] = {}
+        self._refusals: dict[int, Reason] = {}
         self._sums, self._known = Sums(), Sums()  # since the last choice, and those it was made of
         self._largest: dict[int, Tensor] = {}  # magnitude in dense results that were measured
         self._made: dict[
@@ -228,7 +229,7 @@ class Heads:
         """Token order in which the calls of a step are sparse."""
         return self._orders[step % VARIANTS] if self.shape.grid is not None else None
 
-    def of_layer(self, row: int, times: Times | None) -> HeadSettings | str:
+    def of_layer(self, row: int, times: Times | None) -> HeadSettings | Reason:
         """Settings of a sparse call of a layer, or why it has to stay dense."""
         if (refusal := self.refusal(row)) is not None:
             return refusal
@@ -241,7 +242,7 @@ class Heads:
         self.sparse_rows.add(row)
         return self._now(place)
 
-    def refusal(self, row: int) -> str | None:
+    def refusal(self, row: int) -> Reason | None:
         """Reason why a layer stays dense whatever comes, or None."""
         return self.why_dense or self._refusals.get(row)
 
@@ -275,7 +276,7 @@ class Heads:
                     self._add(row, call, q, k, v, self._blocks_a_prompt)
                     self._measured.add((row, prompt))
         except Unsupported as refusal:
-            self._refusals[row] = refusal.reason
+            self._refusals[row] = Reason(*refusal.args)
         except torch.OutOfMemoryError:  # the dense call may fit all the same
             self._refusals[row] = NO_MEMORY
         except Exception:
@@ -435,7 +436,7 @@ class CallKind:
     times: Times | None = None
     foretold: float | None = None
     """Seconds of an exact call; None where nobody timed those."""
-    why_slower: str | None = None
+    why_slower: Reason | None = None
     """Reason why calls whose heads follow the policy would be slower sparse."""
     order: TokenOrder | None = None
     """Token order of this step where all heads follow one policy."""

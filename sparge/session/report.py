@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..compiling import being_recorded
 from ..order.variants import OrderKind
+from ..reasons import Reason
 from ..stages.launches import raw_stream
 from ..stats import AttentionStats
 from ..stats import Counter as Pairs
@@ -28,55 +29,12 @@ from .timing import Backend
 BLOCKS_OF = {OrderKind.CUBES: "cubes", OrderKind.ROWS: "rows"}
 #: Layers whose dense calls in a run's first step are exact, for the run to learn what that takes.
 TIMED_LAYERS = (1, 2)
+NO_CALLS = Reason("no attention call came", "no call")
 #: Remark on results that are no numbers.
-NAN_IN_SPARSE = (
+NAN_IN_SPARSE = Reason(
     "NaN in the results of sparse calls: see whether it stays when all calls are dense, as the "
-    "model may give it by itself"
-)
-
-
-@dataclass(frozen=True)
-class Why:
-    """Why nothing was sparse, where the reasons of dense calls do not say it."""
-
-    told: str = ""
-    """For the log."""
-    lines: tuple[str, str] = ("", "")
-    """For the verdict."""
-
-
-@dataclass(frozen=True)
-class Words:
-    """Reasons of one framework. In those of `replaced`, {what} is "video" or "picture"."""
-
-    no_calls: Why
-    """No attention call came."""
-    whole_graph: Why
-    """None came, and torch.compile traced some model whole."""
-    replaced: Why
-    """None came of the clip's self-attention."""
-    unreached: str
-    """For a picture of layers that has nothing to show."""
-
-    def why_replaced(self, what: str) -> Why:
-        """what: "video" or "picture"."""
-        first, second = (line.format(what=what) for line in self.replaced.lines)
-        return Why(self.replaced.told.format(what=what), (first, second))
-
-
-#: Words of a framework that has none of its own.
-PLAIN = Words(
-    no_calls=Why("no attention call came", ("No attention call came", "")),
-    whole_graph=Why(
-        "no attention call came: torch.compile with fullgraph=True leaves no room for a session "
-        "(compile without fullgraph)",
-        ("No attention call came", "Compile without fullgraph"),
-    ),
-    replaced=Why(
-        "the {what}'s self-attention did not come: the model computes it in a way of its own",
-        ("The {what}'s self-attention", "did not come"),
-    ),
-    unreached="no self-attention of a whole grid came",
+    "model may give it by itself",
+    "NaN found",
 )
 
 
@@ -99,11 +57,13 @@ class Counts:
     """Whether one of them may have been sparse, or nothing may in the whole run."""
     grid_tokens: int = 0
     """Most tokens that a clip had in a pass; 0 where that was never known."""
-    reasons: Counter[str] = field(default_factory=Counter)
+    reasons: Counter[Reason] = field(default_factory=Counter)
     """Reasons of dense self-attention calls."""
+    tokens_of: dict[Reason, int] = field(default_factory=dict)
+    """Most tokens of a call by its reason."""
     reached: bool = False
     """Whether a call of the clip's self-attention came, or no clip is known."""
-    _grid: tuple[int, int, int] | None = field(default=None, repr=False)
+    _has_grid: bool = field(default=False, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     @property
@@ -115,18 +75,22 @@ class Counts:
         return self.sparse + self.dense + self.cross
 
     @property
-    def missing(self) -> str:
-        """Word for what never attended to itself, "video" or "picture"; empty where it did."""
-        if self._grid is None or self.reached or not self.finished or self.calls == 0:
-            return ""
-        return "video" if self._grid[0] > 1 else "picture"
+    def missing(self) -> bool:
+        """Whether other calls came, and none of the clip's self-attention."""
+        return bool(self._has_grid and not self.reached and self.finished and self.calls)
+
+    @property
+    def main_reason(self) -> Reason | None:
+        """Reason of the largest dense self-attention calls, of several the most frequent one."""
+        found = self.reasons
+        return max(found, key=lambda why: (self.tokens_of.get(why, 0), found[why]), default=None)
 
     def begin_pass(self, family: str, grid: tuple[int, int, int] | None) -> None:
         """Counts a forward pass. grid: tokens of the clip along (time, height, width)."""
         with self._lock:
             self.passes += 1
             self.family = family
-            self._grid, self.reached = grid, self.reached or grid is None
+            self._has_grid, self.reached = grid is not None, self.reached or grid is None
             self.grid_tokens = max(self.grid_tokens, math.prod(grid) if grid else 0)
 
     def end_pass(self, may_be_sparse: bool) -> None:
@@ -140,9 +104,10 @@ class Counts:
             self.filter_left_out |= filter_left_out
             self.tokens = max(self.tokens, tokens)
 
-    def add_dense(self, reason: str, tokens: int, by_eight_bit: bool) -> None:
+    def add_dense(self, reason: Reason, tokens: int, by_eight_bit: bool) -> None:
         with self._lock:
             self.reasons[reason] += 1
+            self.tokens_of[reason] = max(tokens, self.tokens_of.get(reason, 0))
             self.eight_bit += by_eight_bit
             self.tokens = max(self.tokens, tokens)
 
@@ -429,9 +394,9 @@ class Report:
     heads: tuple[MeasuredHeads, ...]
     """Measured heads, one entry for each shape of calls."""
     time: RunTime
-    words: Words = PLAIN
+    no_calls: Reason = NO_CALLS
     stopped: bool = False
-    notes: tuple[str, ...] = ()
+    notes: tuple[Reason, ...] = ()
     steps: int = 0
     """Number of steps of the schedule; 0 where that is not known."""
     seconds: float = 0.0
@@ -446,7 +411,7 @@ class Report:
         return self.counts.dense
 
     @property
-    def reasons(self) -> Counter[str]:
+    def reasons(self) -> Counter[Reason]:
         return self.counts.reasons
 
     @property

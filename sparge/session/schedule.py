@@ -15,6 +15,7 @@ import torch
 from ..checks.argument import check_kind, flag, number, shown, whole_number
 from ..kernels import capabilities, pv_filter_saves
 from ..policy import PV_FILTER_OFF, SparsePolicy
+from ..reasons import Reason
 from .tokens import LayerSpans
 
 #: Relative distance within which two noise levels are the same. A step often falls exactly on the
@@ -134,7 +135,7 @@ class Step:
     prompts: tuple[int, ...]
     """Number of the prompt of each entry of the batch, 0 for the positive one."""
     number: int
-    why_dense: str | None = None
+    why_dense: Reason | None = None
     """Why the whole pass has to stay dense; None where it may be sparse."""
     is_last_dense: bool = False
     """It is the last dense step before the sparse ones."""
@@ -213,17 +214,16 @@ class SigmaWindow:
             of_sparse=len(inside) or None,
         )
 
-    def outside_reason(self, sigma: float) -> str | None:
-        if self.start_percent > self.end_percent:
-            return (
-                f"start_percent {self.start_percent:g} is above end_percent "
-                f"{self.end_percent:g}, so no step is between them"
+    def outside_reason(self, sigma: float) -> Reason | None:
+        start, end = self.start_percent, self.end_percent
+        if start > end:
+            return Reason(
+                f"start_percent {start:g} is above end_percent {end:g}, so no step is between them",
+                "between",
             )
         if self._is_before(sigma):
-            return f"before start_percent {self.start_percent:g}"
-        if self._is_after(sigma):
-            return f"after end_percent {self.end_percent:g}"
-        return None
+            return Reason(f"before start_percent {start:g}", "before")
+        return Reason(f"after end_percent {end:g}", "after") if self._is_after(sigma) else None
 
     def is_last_dense(self, sigma: float, schedule: Sequence[float]) -> bool:
         """Whether sigma is before the window and no step of the schedule lies between.

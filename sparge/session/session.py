@@ -38,6 +38,7 @@ from ..kernels import capabilities
 from ..kernels.warmup import KERNEL_DID_NOT_COMPILE, Needs, warm_up
 from ..order.grid import TokenOrder
 from ..policy import SparsePolicy
+from ..reasons import Reason
 from ..sdpa import BY_RULE, Rule, RuleOptions, options_of
 from .calls import (
     CROSS_ATTENTION,
@@ -52,16 +53,21 @@ from .calls import (
     Untracked,
 )
 from .heads import FAILED, CallKind, Place, RunHeads, Shape, UnmeasuredOrders
-from .report import NAN_IN_SPARSE, PLAIN, Counts, Densities, PassRecord, Report, RunTime, Words
+from .report import NAN_IN_SPARSE, NO_CALLS, Counts, Densities, PassRecord, Report, RunTime
 from .schedule import EVERYTHING, MANUAL, Aim, Settings, SigmaWindow, Step, fitted
 from .timing import TORCH, Backend, Exact, Times, check_once, times_of, unusable_reason
 from .tokens import Layer, TokenLayout
 
 logger = logging.getLogger("sparge")
 
+LISTED = Reason("listed in dense_blocks", "listed")
+
 
 class Session:
     """One sampling run, shared by its passes on every device. They may begin in several threads."""
+
+    no_calls = NO_CALLS
+    """Why no attention call came, in this framework."""
 
     def __init__(
         self,
@@ -71,7 +77,6 @@ class Session:
         *,
         aim: Aim | None = None,
         exact: Exact = TORCH,
-        words: Words = PLAIN,
         untracked: Untracked = nullcontext,
         draw: int = 0,
     ) -> None:
@@ -82,7 +87,6 @@ class Session:
                 are known.
             aim: in place of the settings' own.
             exact: what serves the framework's exact calls.
-            words: of the framework, for its user.
             untracked: context around allocations that outlive a call, for frameworks that record
                 those of a pass.
             draw: other query blocks are measured for another one.
@@ -93,15 +97,15 @@ class Session:
         """Policy for any device; `fitted` makes it one's own."""
         self.rule: Rule | None = None
         """Rule of the caller, which is asked about each call that may be sparse; without an aim."""
-        self.exact, self.words, self.untracked = exact, words, untracked
+        self.exact, self.untracked = exact, untracked
         self.counts, self.failures = Counts(), Failures()
         self.exact_dense = settings.exact_dense or self.aim is None
         self.even_if_slower = False
         """Whether nothing is timed, and no call is dense for being slower, on a CPU neither."""
-        self._notes: dict[str, None] = {}
+        self._notes: dict[Reason, None] = {}
         # Not a method: whoever holds it holds no run, whose heads would stay on their devices until
         # the cycle is found.
-        self.note: Callable[[str], None] = self._notes.setdefault
+        self.note: Callable[[Reason], None] = self._notes.setdefault
         """Adds a remark to the report, once."""
         self._dense_steps: int | None = None
         self._sparse_steps: int | None = None
@@ -110,7 +114,7 @@ class Session:
         self.orders = UnmeasuredOrders()
         """Token orders of calls without measured heads."""
         self._records: list[PassRecord] = []  # of passes, which hold the run
-        self._unusable: dict[torch.device, str] = {}
+        self._unusable: dict[torch.device, Reason] = {}
         self._began: float | None = None
         self._ended: float | None = None
         self._rows = 0  # most that a pass had
@@ -168,12 +172,12 @@ class Session:
         """
         device = torch.empty(0, device=device).device  # with an index, as tensors have it
         dense, sparse = self._dense_steps or 0, self._sparse_steps
-        why_dense = None if step >= dense else f"one of the first {dense} steps"
+        why_dense = None if step >= dense else Reason(f"one of the first {dense} steps")
         index = None if sparse is None else min(max(0, step - dense), max(0, sparse - 1))
         found = Step(prompts, step, why_dense, step == dense - 1, index, sparse)
         return Pass(session=self, layout=layout, step=found, device=device)
 
-    def meet(self, begun: Pass) -> str | None:
+    def meet(self, begun: Pass) -> Reason | None:
         """Takes note of a pass that begins. Returns the reason why no call on its device can be
         sparse, if there is one. The clock starts at the first pass: kernels and model are there."""
         layout, device = begun.layout, begun.device
@@ -213,14 +217,14 @@ class Session:
             try:
                 check_once(device, self.exact, needs)
             except Unsupported as error:
-                self.give_up(device, error.reason)
+                self.give_up(device, Reason(*error.args))
 
-    def unusable(self, device: torch.device) -> str | None:
+    def unusable(self, device: torch.device) -> Reason | None:
         """Reason why attention on this device stays dense for the whole run, or None."""
         known = self._unusable.get(device)
         return known if known or self.even_if_slower else unusable_reason(device)
 
-    def give_up(self, device: torch.device, reason: str) -> None:
+    def give_up(self, device: torch.device, reason: Reason) -> None:
         """Keeps the rest of the run dense on this device."""
         self._unusable.setdefault(device, reason)
 
@@ -239,7 +243,7 @@ class Session:
             Densities.of(records),
             () if self.heads is None else self.heads.report(),
             RunTime.of(records),
-            self.words,
+            self.no_calls,
             stopped,
             (*notes, *self._notes),
             len(self.schedule),
@@ -260,7 +264,7 @@ class Pass:
     layout: TokenLayout
     step: Step
     device: torch.device
-    unusable: str | None = None
+    unusable: Reason | None = None
     """Reason why no call of it can be sparse."""
     handing_on: bool = field(default=False, init=False, repr=False)
     """Whether the framework's dense path is running, whose own calls go straight on."""
@@ -337,7 +341,7 @@ class Pass:
         decision, why = self.decision(call, in_loop=True), None
         place = Layer(layer, layer, beside=layer >= self.layout.rows)
         if place.beside and decision.why_exact is None:
-            why = f"the model has fewer layers than {layer + 1}"
+            why = Reason(f"the model has fewer layers than {layer + 1}")
         self.session.counts.reached = True
         why = why or self._why_dense(decision, place)
         return self._serve(call, decision, place, exact or call.exact, why, None)
@@ -362,8 +366,8 @@ class Pass:
         decision: Decision,
         layer: Layer,
         dense: Dense,
-        why: str | None = None,
-        held: str | None = None,
+        why: Reason | None = None,
+        held: Reason | None = None,
     ) -> Tensor:
         """Result of a call, sparse when nothing speaks against it, else from dense(). why: reason
         to be dense that is not looked for here. held: the same, of a call that may be measured."""
@@ -393,8 +397,8 @@ class Pass:
         decision: Decision,
         layer: Layer,
         dense: Dense,
-        why: str | None,
-        held: str | None,
+        why: Reason | None,
+        held: Reason | None,
         padded: bool = False,
     ) -> Tensor:
         """Result of a call: sparse, or else dense, and counted. why: why it is dense. held: why it
@@ -403,14 +407,15 @@ class Pass:
         session, once, ruled = self.session, None, None
         if why is None and session.rule is not None:  # its errors are the caller's
             ruled = options_of(session.rule, call.as_torchs(layer.number, self.layout))
-            why = BY_RULE if ruled is None else None
+            why = Reason(BY_RULE) if ruled is None else None
         try:
             if why is None:
                 if call.q.device != self.device:
-                    raise Unsupported(f"tensors on {call.q.device} in a pass on {self.device}")
+                    sentence = f"tensors on {call.q.device} in a pass on {self.device}"
+                    raise Unsupported(sentence, "two devices")
                 kind = self._kinds.get(decision) or self._kind_of(call, decision)
                 settings = self._settings(kind, layer.row, held)
-                if not isinstance(settings, str):
+                if not isinstance(settings, Reason):
                     out = self._sparse(call, kind, layer.row, settings, ruled)
                     for remark in decision.remarks:
                         session.note(remark)
@@ -426,7 +431,7 @@ class Pass:
         except Unsupported as refusal:
             if once is not None and refusal is once.failure:
                 raise
-            why = refusal.reason
+            why = Reason(*refusal.args)
         except KernelBuildError as error:
             if decision.raises:
                 raise
@@ -471,17 +476,19 @@ class Pass:
 
         return DenseOnce(exact, eight_bit)
 
-    def _why_dense(self, decision: Decision, layer: Layer) -> str | None:
-        """Reason why a call is dense whatever its heads are like, or None."""
-        reason = decision.why_exact or self.unusable
+    def _why_dense(self, decision: Decision, layer: Layer) -> Reason | None:
+        """Reason why a call is dense whatever its heads are like, or None. What no widget can
+        change is the first."""
+        of_machine = None if decision.kind is Kind.CROSS else self.unusable
+        reason = of_machine or decision.why_exact
         if reason is None and self.session.aim is None:
             reason = self.step.why_dense  # with an aim a call of a dense pass may be measured
         if reason is None and self._dense_layers:
             listed = any(layer.number in span for span in self._dense_layers)
-            reason = "listed in dense_blocks" if listed else None
+            reason = LISTED if listed else None
         return reason
 
-    def _real_tokens(self, call: Call, decision: Decision) -> RealTokens | str | None:
+    def _real_tokens(self, call: Call, decision: Decision) -> RealTokens | Reason | None:
         """Real tokens of a call whose mask may be padding; None for others, or for a reason that
         needs no look at it. May wait, as `ReadMasks` says, where a pass may be sparse or measured.
         """
@@ -494,15 +501,15 @@ class Pass:
         return self._masks.real_tokens(call.key_mask)
 
     def _settings(
-        self, kind: CallKind, row: int, held: str | None
-    ) -> tuple[TokenOrder | None, HeadSettings | None] | str:
+        self, kind: CallKind, row: int, held: Reason | None
+    ) -> tuple[TokenOrder | None, HeadSettings | None] | Reason:
         """Token order and head settings of a sparse call of a layer, or the reason why it is
         dense."""
         why_dense = self.step.why_dense
         if kind.heads is None:
             return why_dense or kind.why_slower or held or (kind.order, None)
         found = kind.heads.of_layer(row, kind.times)
-        if isinstance(found, str):
+        if isinstance(found, Reason):
             return why_dense or found
         return why_dense or held or (kind.heads.order(self.step.number), found)
 

@@ -48,6 +48,7 @@ from ..kernels.store import entry_stem
 from ..kernels.warmup import UNKNOWN, Needs, eight_bit_specs
 from ..order.grid import TokenGrid, grid_order, raster_order
 from ..policy import EIGHT_BIT_DENSE, SparsePolicy
+from ..reasons import Reason
 from ..stages.as_written import as_written
 from ..torch_attention import exact_attention
 from .calls import Call
@@ -132,18 +133,18 @@ class Times:
     def sparse(self, density: float) -> float:
         return self.sparse_fixed + self.sparse_pairs * density
 
-    def why_slower(self, density: float) -> str | None:
+    def why_slower(self, density: float) -> Reason | None:
         """Why a call stays dense that would keep so many pairs, or None. The text holds nothing
         that differs between layers: the report counts it."""
         if self.sparse(density) * (1 + MARGIN) < self.dense:
             return None
         left = self.dense / (1 + MARGIN) - self.sparse_fixed
         most = left / self.sparse_pairs if self.sparse_pairs > 0 else 0.0
-        if most < NO_DENSITY:
-            return f"at {self.tokens:,} tokens sparse would be slower"
-        return f"at {self.tokens:,} tokens sparse is faster only below {100 * most:.0f} % density"
+        below = f"is faster only below {100 * most:.0f} % density"
+        found = "would be slower" if most < NO_DENSITY else below
+        return Reason(f"at {self.tokens:,} tokens sparse {found}", "slow")
 
-    def why_policy_slower(self, policy: SparsePolicy) -> str | None:
+    def why_policy_slower(self, policy: SparsePolicy) -> Reason | None:
         """`why_slower` of a call whose heads all follow a policy. What cdf keeps is not known, nor
         what heads do that have a share each."""
         if policy.select_by != "topk" or isinstance(policy.topk, Tensor):
@@ -163,7 +164,7 @@ def speed_matters() -> bool:
     return os.environ.get(REFERENCE_VARIABLE) != "1"
 
 
-def unusable_reason(device: torch.device) -> str | None:
+def unusable_reason(device: torch.device) -> Reason | None:
     """Reason why the kernels cannot run on a device, or None when they can."""
     if not speed_matters():
         return None
@@ -365,7 +366,7 @@ def check_once(device: torch.device, exact: Exact, needs: Needs = UNKNOWN) -> No
         logger.info("[Sparge] the kernels were not tested: memory is full")
         return
     if wrong:
-        raise Unsupported(wrong)
+        raise Unsupported(wrong, "wrong")
     with _lock:
         _keep(key)  # without times yet
 

@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from ..order.grid import TokenGrid
+from ..reasons import Reason
 
 #: Number of a layer that the numbers of dense_blocks never mean.
 UNNUMBERED = -1
@@ -56,7 +57,7 @@ class TokenLayout:
         context: tokens of text that the model is given.
         prompts: lengths of further sequences beside the clip that it is given, such as pictures.
         beside: numbers of tokens of what is sampled beside the clip (sound), alone.
-        remark: what sparse runs of a model without a row say; "" with one.
+        remark: what sparse runs of a model without a row say; None with one.
         ranks: processes that share the tokens outside of attention, which sees them as dealt.
     """
 
@@ -74,7 +75,7 @@ class TokenLayout:
     context: int = 0
     prompts: frozenset[int] = frozenset()
     beside: frozenset[int] = frozenset()
-    remark: str = ""
+    remark: Reason | None = None
     ranks: int = 1
 
     @classmethod
@@ -162,7 +163,6 @@ class TokenLayout:
         return (self.blocks or 0) + refiner
 
 
-NO_COUNT = "this model's block count is unknown"
 _SPAN = re.compile(r"(-?\d+)(?:\s*-\s*(-?\d+))?")
 
 
@@ -213,14 +213,10 @@ class LayerSpans:
             if total is not None or min(first, last) >= 0
         ]
 
-    def missing(self, total: int) -> list[int]:
-        """Numbers that stand in the text and that none of `total` layers has."""
-        return sorted({number for span in self.spans for number in span} - {*range(-total, total)})
-
-    def remark(self, total: int | None) -> str:
-        """Numbers that a model of so many layers has not, for the user; empty without any."""
-        if total is None:
-            asks = any(min(span) < 0 for span in self.spans)
-            return f"negative dense_blocks do nothing: {NO_COUNT}" if asks else ""
-        missing = ", ".join(map(str, self.missing(total)))
-        return missing and f"dense_blocks names {missing}; this model has blocks 0-{total - 1}"
+    def remark(self, total: int | None) -> Reason | None:
+        """Numbers that a model of so many layers has not, for the user; None without any."""
+        known = range(1 << 20) if total is None else range(-total, total)
+        missing = sorted({number for span in self.spans for number in span} - {*known})
+        has = "a number of blocks that is unknown" if total is None else f"blocks 0-{total - 1}"
+        sentence = f"dense_blocks names {', '.join(map(str, missing))}; this model has {has}"
+        return Reason(sentence, "unlisted") if missing else None

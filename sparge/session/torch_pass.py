@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from ..reasons import Reason
 from ..torch_attention import TORCH_ATTENTION, TorchCall, as_autocast
 from .calls import Call, Kind, may_be_padding, unknown_options
 from .session import Pass
 from .tokens import Layer
 
-BESIDE_BLOCKS = "attention beside the model's blocks"
+BESIDE_BLOCKS = Reason("attention beside the model's blocks")
 
 
 @dataclass(kw_only=True)
@@ -29,7 +30,7 @@ class TorchPass(Pass):
         it. block: number of the running one; None beside the blocks, where a call is torch's, and
         counted where it is long."""
         given = _call_of(call)
-        if isinstance(given, str):
+        if isinstance(given, Reason):
             self.session.counts.add_dense(given, call.query.shape[-2], False)
             return None
         decision = self.decision(given)
@@ -53,13 +54,13 @@ class TorchPass(Pass):
         return self.serve(given, decision, layer, exact).transpose(1, 2)
 
 
-def _call_of(call: TorchCall) -> Call | str:
+def _call_of(call: TorchCall) -> Call | Reason:
     """Call whose result is (B, N, H, D), the layout that models go on with; or the reason why it
     cannot be read."""
     q, k, v = (as_autocast(x) for x in call[:3])
     if not q.ndim == k.ndim == v.ndim == 4 or k.shape != v.shape or q.shape[1] % k.shape[1]:
         sizes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-        return f"the model sends shapes that are not served: {sizes}"
+        return Reason(f"the model sends shapes that are not served: {sizes}", "own")
     options = {"dropout_p": call.dropout_p > 0, "is_causal": call.is_causal}
     why_exact = unknown_options(name for name, changes in options.items() if changes)
     mask = call.attn_mask

@@ -1,61 +1,64 @@
 # SPDX-License-Identifier: Apache-2.0
 """Verdict on a run: two lines that fit the box of a node, one long line for the log, and more.
 
-The first line of the verdict says what the run gained. The second one warns, or gives a reason, or
-else says how much of the attention was computed and how far off it was. Where nothing was sparse
-the log says why, and what its user can do.
+The first line says what the run gained, or why nothing was skipped. The second one says what the
+user can do about that, or how much of the attention was computed and how far off it was, or warns.
 """
 
 from __future__ import annotations
 
-import textwrap
-
 from ..compiling import has_been_traced
-from .heads import MEASURING
-from .report import Report, Why, percent
+from ..reasons import Reason
+from .report import Report, percent
 
-#: Characters of a line.
-WIDEST = 40
 #: Speedup from which on a run counts as faster.
 FASTER = 1.05
 
+STOPPED = Reason("stopped before the first sparse step", "stopped")
+NOT_RUN = Reason("the model did not run", "not run")
+ONLY_CROSS = Reason("all attention calls were cross-attention", "beside")
+WHOLE_GRAPH = Reason(
+    "torch.compile with fullgraph leaves no room for sparse attention (turn fullgraph off), or "
+    "another attention takes its place",
+    "fullgraph",
+)
+REPLACED = Reason(
+    "the self-attention of the video or picture did not come: another node replaces it, or the "
+    "model computes it in a way of its own",
+    "replaced",
+)
 
-STOPPED = Why("stopped before the first sparse step", ("Stopped before the first sparse step", ""))
-ONLY_CROSS = "all attention calls were cross-attention"
-NOT_RUN = Why("the model did not run", ("The model did not run", ""))
 
-
-def why_nothing(report: Report) -> Why:
-    """Empty where something was sparse, or the reasons of dense calls say why not."""
+def why_nothing(report: Report) -> Reason | None:
+    """Reason why nothing was skipped; None where something was."""
     counts = report.counts
     if counts.sparse:
-        return Why()
+        return None
     if report.stopped_early:
         return STOPPED
-    if counts.passes == 0:
+    if not counts.passes:
         return NOT_RUN
-    if counts.calls == 0:
-        return report.words.whole_graph if has_been_traced() else report.words.no_calls
-    return report.words.why_replaced(counts.missing) if counts.missing else Why()
+    if not counts.calls:
+        absent = WHOLE_GRAPH if has_been_traced() else report.no_calls
+        return report.notes[0] if report.notes else absent
+    found = REPLACED if counts.missing else counts.main_reason or ONLY_CROSS
+    if found.kind != "before":
+        return found
+    # A run of one step would measure in it what there is to skip.
+    kind = "one step" if report.steps == 1 and report.aim else "before"
+    return Reason(f"all steps come {found}", kind)
 
 
-def first_reason(report: Report) -> str:
-    """The one that counts most of the reasons why calls were dense, if there was any."""
-    told, counts = why_nothing(report).told, report.counts
-    counted = next((reason for reason, _ in counts.reasons.most_common(1)), "")
-    return told or counted or (ONLY_CROSS if counts.cross and not counts.sparse else "")
-
-
-def verdict(report: Report, widest: int = WIDEST) -> str:
-    """One line or two, each of at most `widest` characters."""
-    why = why_nothing(report)
-    lines = why.lines if why.told else (_first(report), _second(report))
-    return short_lines(*lines, widest=widest)
-
-
-def short_lines(*lines: str, widest: int = WIDEST) -> str:
-    """Lines that say something, each cut to `widest` characters."""
-    return "\n".join(textwrap.shorten(line, widest, placeholder=" ...") for line in lines if line)
+def verdict(report: Report) -> list[str]:
+    """Two lines, and a sentence where there is more to say."""
+    why, counts, notes = why_nothing(report), report.counts, report.notes
+    if why is not None:
+        what, remedy, sentence = why.lines(counts.tokens_of.get(why, 0))
+        gained = gain(report)  # by dense calls in 8 bits
+        return [gained, what, sentence] if gained else [what, remedy, sentence]
+    sparse = f"{counts.sparse} of {counts.sparse + counts.dense} calls were sparse"
+    first = "Stopped early" if report.stopped else gain(report) or sparse
+    return [first, *notes[0].lines()[1:]] if notes else [first, _computed(report)]
 
 
 def gain(report: Report) -> str:
@@ -76,25 +79,6 @@ def shown(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 600 else f"{seconds / 60:.0f} min"
 
 
-def _first(report: Report) -> str:
-    counts = report.counts
-    if report.stopped:
-        return "Stopped early"
-    sparse = f"{counts.sparse} of {counts.sparse + counts.dense} calls were sparse"
-    return gain(report) or (sparse if counts.sparse else "NOTHING WAS SPARSE")
-
-
-def _second(report: Report) -> str:
-    counts = report.counts
-    if report.notes:
-        return report.notes[0]
-    if counts.sparse:
-        return _computed(report)
-    if 2 * counts.eight_bit > counts.dense:
-        return "Nothing skipped, calls in 8 bits"
-    return first_reason(report)
-
-
 def _computed(report: Report) -> str:
     """How much the whole run computed, and how far off it was."""
     share = f"{100 * report.densities.overall:.0f} %"
@@ -107,12 +91,6 @@ LEFT_OUT = "pvthreshd left out: without it this GPU is faster and closer to the 
 
 FORETOLD = "What exact attention would have taken is told by calls that were timed before this run."
 BY_RUN = "What exact attention would have taken is told by exact calls of this run."
-
-ONE_STEP_AUTO = (
-    "of a run of one step nothing is left after measuring: mode manual with start_percent 0 can "
-    "make it sparse"
-)
-ONE_STEP_MANUAL = "the only step is before start_percent: 0 can make it sparse"
 
 
 def summary(report: Report) -> str:
@@ -129,11 +107,7 @@ def summary(report: Report) -> str:
         if report.error is not None:
             parts.append(f"error {report.error:.3f}")
     else:
-        why = why_nothing(report)
-        if why is STOPPED:
-            parts.insert(0, why.told)
-        else:
-            parts.append(": ".join(filter(None, ["NOTHING WAS SPARSE", why.told])))
+        parts.append(f"nothing was skipped: {why_nothing(report)}".rstrip("."))
         if counts.dense:
             other = "other " if counts.missing else ""
             parts.append(f"{counts.dense} {other}dense self-attention calls")
@@ -142,7 +116,6 @@ def summary(report: Report) -> str:
     if counts.reasons and not counts.missing:
         reasons = (f"{why.rstrip('.')} ({count})" for why, count in counts.reasons.most_common())
         parts.append("dense because: " + ", ".join(reasons))
-        parts.append(advice(report))
     if counts.cross:
         parts.append(f"{counts.cross} cross-attention calls (always exact)")
     if counts.filter_left_out:
@@ -166,15 +139,3 @@ def _head_range(report: Report) -> str:
     if not heads.numel():
         return ""
     return f" (heads {percent(heads.min())} to {percent(heads.max())})"
-
-
-def advice(report: Report) -> str:
-    """Change that a user can make, where the reasons of dense calls would send them the wrong
-    way.
-    """
-    if report.counts.sparse or report.steps != 1 or report.stopped_early:
-        return ""
-    waits = any(why.startswith("before start_percent") for why in report.counts.reasons)
-    if report.aim is not None:
-        return ONE_STEP_AUTO if waits or MEASURING in report.counts.reasons else ""
-    return ONE_STEP_MANUAL if waits else ""

@@ -225,5 +225,6 @@ def _rows_per_cta(shape: CallShape, pooling: int, rows: int, sizes: Any, limit: 
             return block_count(rows, block_count(rows, most))
     raise Unsupported(
         f"{shape.keys} keys are {shape.key_blocks} key blocks, whose weights do not fit in this "
-        f"GPU's shared memory ({limit} bytes): measure on a shorter sequence."
+        f"GPU's shared memory ({limit} bytes): measure on a shorter sequence.",
+        "large",
     )

@@ -175,7 +175,8 @@ class PreparedCall:
     def _no_memory(self) -> Unsupported:
         return Unsupported(
             f"the {self.layout.nbytes / 2**20:.0f} MiB that sparse attention needs for one head do "
-            "not fit in the GPU's free memory: lower the resolution or length, or free memory."
+            "not fit in the GPU's free memory: lower the resolution or length, or free memory.",
+            "memory",
         )
 
 

@@ -45,7 +45,8 @@ class QuantizeGrid:
         if grid.runs > LONGEST_AXIS:
             raise Unsupported(
                 f"{shape.heads} query heads share {shape.kv_heads} key heads; up to "
-                f"{LONGEST_AXIS - 2} may share one: serve fewer heads at a time."
+                f"{LONGEST_AXIS - 2} may share one: serve fewer heads at a time.",
+                "own",
             )
         return grid
 

@@ -34,7 +34,8 @@ class RouteShared:
             raise Unsupported(
                 f"{shape.keys} keys are {shape.key_blocks} key blocks, whose scores do not fit in "
                 f"this GPU's shared memory ({limit} bytes): split the sequence, or pass a "
-                "block_mask."
+                "block_mask.",
+                "large",
             )
         scores = 4 * rows * pitch
         spare = max(scores, sizes.spare_bytes) if with_pools else 0

@@ -95,7 +95,7 @@ def reports() -> Iterator[list[dict[str, Any]]]:
                 "density": result.densities.of_sparse_calls,
                 "stopped": result.stopped,
                 "text": session.summary(result),
-                "verdict": session.verdict(result),
+                "verdict": "\n".join(session.verdict(result)),
                 "by_step": [
                     [round(x, 3) for x in row] for row in result.densities.by_step.tolist()
                 ],

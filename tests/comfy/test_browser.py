@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from sparge.reasons import LINES, Reason
 from tests.comfy.browser import Page, front_end, opened, why_no_browser
 from tests.comfy.conftest import PACK
 from tests.comfy.server import Server
@@ -305,7 +306,47 @@ def test_each_node_has_room_for_what_it_shows(page: Page, nodes_2: bool, screens
     assert page.errors == []
 
 
-WORDS = ("sparge", "sparse", "faster", "speed", "sage", "加速")
+#: Texts that a run leaves on nodes.
+TEXTS = """() => Object.fromEntries(app.graph._nodes.map(node => [node.title,
+  node.widgets?.find(widget => widget.name === '$$node-text-preview')?.value ?? '']))"""
+#: Lines that have less room than they take where a node shows such a text.
+CUT_LINES = """lines => [...document.querySelectorAll('*')]
+  .filter(each => !each.children.length && each.textContent.startsWith('Speedup'))
+  .flatMap(each => {
+    const pen = document.createElement('canvas').getContext('2d');
+    const {font, paddingLeft, paddingRight} = getComputedStyle(each);
+    pen.font = font;
+    const room = each.clientWidth - parseFloat(paddingLeft) - parseFloat(paddingRight);
+    return lines.filter(line => !room || pen.measureText(line).width > room);
+  })"""
+#: As a run begins that leaves out the nodes with these titles.
+BYPASS = """titles => {
+  for (const node of app.graph._nodes) if (titles.includes(node.title)) node.mode = 4;
+  for (const event of ['execution_start', 'execution_success'])
+    app.api.dispatchEvent(new CustomEvent(event, {detail: {prompt_id: 'one'}}));
+}"""
+
+
+@both_uis
+def test_verdicts_are_whole_and_leave_with_the_node(page: Page, nodes_2: bool) -> None:
+    """At the width of a new node, and with a full stop where lines are told apart. Nodes 2.0 breaks
+    lines between words."""
+    page.nodes_2(nodes_2)
+    page.open({"nodes": [], "links": [], "version": 0.4})
+    page.run(ADD, list(locales.table()))
+    page.run(AFTER_A_RUN, VERDICT)
+    page.settle()
+    shown = [name for name, text in page.run(TEXTS).items() if text == VERDICT]
+    assert len(shown) == 4
+    lines = [f"{x}." for kind in LINES for x in Reason("", kind, 1 << 20).lines(1 << 20)[:2]]
+    assert nodes_2 or (page.run(CUT_LINES, lines) == [] != page.run(CUT_LINES, ["w" * 80]))
+    page.run(BYPASS, shown[1:])
+    page.settle()
+    assert [name for name, text in page.run(TEXTS).items() if text] == shown[:1]
+
+
+#: What artists type who want this node.
+WORDS = ("sparge", "sparge attention", "sage attention", "speed", "sparse", "faster", "加速")
 
 
 @pytest.mark.parametrize("box", ["default", "v1 (legacy)"])

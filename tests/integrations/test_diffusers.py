@@ -21,7 +21,9 @@ pytest.importorskip("transformers")
 import sparge
 from benchmarks.metrics import rel_l2
 from sparge.integrations.diffusers import enable
+from sparge.kernels.warmup import KERNEL_DID_NOT_COMPILE
 from sparge.session import MASK, Pass, Session
+from sparge.session.heads import MEASURING
 from tests.tiny_models import pipelines
 from tests.tiny_models.adapted import adapt
 from tests.tiny_models.pipelines import ALL, TEXT, drawn
@@ -145,7 +147,7 @@ def test_both_transformers_of_wan_2_2_are_measured_apart(passes: list[Any]) -> N
     assert models == sorted(models) and models.count(0) == models.count(1) == 6
     result = handle.stats
     assert result is not None and len(result.heads) == 2
-    assert result.counts.reasons["measuring"] == CALLS["Wan 2.2"], "one step of the second one"
+    assert result.counts.reasons[MEASURING] == CALLS["Wan 2.2"], "one step of the second one"
     assert result.counts.sparse == 3 * CALLS["Wan 2.2"]
 
 
@@ -206,7 +208,7 @@ def test_a_pipeline_that_is_dropped_is_freed() -> None:
     assert model() is None
 
 
-@pytest.mark.parametrize("failure", ["a kernel did not compile (see the log)", None])
+@pytest.mark.parametrize("failure", [KERNEL_DID_NOT_COMPILE, None])
 def test_a_run_waits_for_the_kernels(monkeypatch: pytest.MonkeyPatch, failure: str | None) -> None:
     tiny, tested, ready = ALL["Wan 2.1"](), [], SimpleNamespace(usable=True, arch="", note="")
     native = tiny(1)
@@ -222,7 +224,7 @@ def test_a_run_waits_for_the_kernels(monkeypatch: pytest.MonkeyPatch, failure: s
         assert tested and 0 < rel_l2(got, native) < EIGHT_BIT
     else:
         assert not tested and torch.equal(got, native)
-        assert handle.line == f"NOTHING WAS SPARSE; {failure}"
+        assert handle.line == f"Nothing skipped; {failure}"
 
 
 def test_own_loops_second_order_and_masks_of_heads(passes: list[Any]) -> None:

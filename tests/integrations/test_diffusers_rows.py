@@ -17,6 +17,7 @@ import sparge
 from benchmarks.metrics import rel_l2
 from sparge.integrations.diffusers import enable
 from sparge.integrations.diffusers.layout import ROWS
+from sparge.reasons import Reason
 from sparge.sdpa import AttentionMode
 from tests.tiny_models.pipelines import ALL, TEXT, WIDTH, diffusers, drawn, flow, mask
 from tests.tiny_models.transformers import TRANSFORMERS
@@ -92,5 +93,5 @@ def test_pipelines_give_what_a_row_reads(name: str, served: list[Any]) -> None:
         pipe(height=240, width=320, **given)
     assert handle.stats is not None and handle.stats.notes == ()
     counts = handle.stats.counts
-    assert counts.sparse > 0 and counts.reasons["before start_percent 0.5"] == counts.sparse
+    assert counts.sparse > 0 and counts.reasons[Reason("before start_percent 0.5")] == counts.sparse
     assert all(each.order is not None and each.order.tokens >= 15 * 20 for each in served)

@@ -34,7 +34,7 @@ def test_inputs_without_the_usual_names_are_said_once() -> None:
     pipe = type("Pipeline", (), {"transformer": model, "scheduler": object()})()
     with enable(pipe, "manual") as handle:
         model(torch.zeros(1))
-    assert handle.line.startswith("NOTHING WAS SPARSE; Renamed is not known here")
+    assert handle.line.startswith("Nothing skipped; Renamed is not known here")
 
 
 class OneBlock(nn.Module):
@@ -58,7 +58,7 @@ def test_a_model_with_cross_attention_alone_says_so() -> None:
     with enable(pipe, "manual", min_tokens=LEAST, start_percent=0.0) as handle:
         model(torch.randn(1, 2, 320, 64), pipe.scheduler.timesteps, torch.randn(1, 1, 9, 64))
     assert handle.stats is not None and handle.stats.counts.cross == 1
-    assert handle.line == "NOTHING WAS SPARSE; all attention calls were cross-attention"
+    assert handle.line == "Nothing skipped; all attention calls were cross-attention"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -148,7 +148,7 @@ def test_a_scheduler_without_timesteps_leaves_it_dense() -> None:
         for _ in range(2):
             model(latent, torch.ones(1))
         assert handle.stats is not None and handle.stats.counts.dense == 2
-        assert handle.line.startswith("NOTHING WAS SPARSE; the scheduler has no timesteps")
+        assert handle.line.startswith("Nothing skipped; the scheduler has no timesteps")
         pipe.scheduler.timesteps = torch.tensor([1000.0])
         model(latent, pipe.scheduler.timesteps)
     assert handle.stats is not None and handle.stats.counts.sparse == 1

@@ -15,6 +15,7 @@ import sparge
 from sparge import torch_attention
 from sparge.kernels import DriverError
 from sparge.kernels.warmup import KERNEL_DID_NOT_COMPILE, KERNEL_DID_NOT_LOAD
+from sparge.reasons import Reason
 from sparge.stages import on_reference
 
 pytestmark = pytest.mark.usefixtures("reference_allowed", "no_mode_left")
@@ -27,7 +28,7 @@ ERRORS = {
 
 
 @pytest.fixture(params=ERRORS)
-def reason(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def reason(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Reason:
     """Reason of calls whose kernels cannot be had."""
 
     def run(*_: Any, **__: Any) -> None:
@@ -39,7 +40,7 @@ def reason(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 
 def test_calls_stay_exact_are_counted_and_the_log_says_it_once(
-    reason: str, caplog: pytest.LogCaptureFixture
+    reason: Reason, caplog: pytest.LogCaptureFixture
 ) -> None:
     q = torch.ones(1, 2, TOKENS, 64).tril()
     exact = functional.scaled_dot_product_attention(q, q, q)

@@ -11,6 +11,7 @@ from sparge.errors import KernelBuildError, Unsupported
 from sparge.kernels import KernelSpec, capabilities, device, driver, get_kernel, warm
 from sparge.kernels.device import SERVED_BY, Capability, arch_for, pass_over, use
 from sparge.kernels.nvrtc import NvrtcNotFoundError
+from sparge.reasons import Reason
 
 REFUSED = KernelBuildError("Kernel k does not compile.", "k.cu(1): error: not today")
 
@@ -104,7 +105,7 @@ def test_each_gpu_has_its_target_and_those_that_do_not_compile_are_passed_over(
     gpu, caplog, monkeypatch, capability, targets
 ):
     gpu(capability, count=2)
-    first = Capability(True, "", targets[0], "".join(targets[1:2]))
+    first = Capability(True, arch=targets[0], fallback="".join(targets[1:2]))
     for where in (0, "cuda", "cuda:0", torch.device("cuda", 0)):
         assert capabilities(where) == first
     for refused, expected in pairwise(targets):
@@ -142,7 +143,7 @@ def test_an_older_nvrtc_builds_what_it_can(monkeypatch, capability, version, exp
         assert "{}.{}".format(*version) in found.reason
     _nvrtc(monkeypatch, (14, 0), archs=(80, 90))  # it has dropped a target: the next serves
     note = "This PyTorch's NVRTC does not know sm_86, so slower kernels for sm_80 run."
-    assert arch_for((8, 6), "RTX 3090") == Capability(True, "", "sm_80", "", note)
+    assert arch_for((8, 6), "RTX 3090") == Capability(True, arch="sm_80", note=Reason(note))
 
 
 def test_a_target_in_use_is_not_passed_over_nor_one_passed_over_used(gpu, caplog):

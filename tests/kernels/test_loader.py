@@ -32,7 +32,7 @@ def loads(monkeypatch) -> list[KernelSpec]:
 
     monkeypatch.setattr(loader, "_kernels", {})
     monkeypatch.setattr(loader, "_load", load)
-    monkeypatch.setattr(loader, "capabilities", lambda device: Capability(True, "", "sm_90a"))
+    monkeypatch.setattr(loader, "capabilities", lambda device: Capability(True, arch="sm_90a"))
     monkeypatch.setattr(loader, "use", lambda *_: True)
     return done
 
@@ -126,7 +126,7 @@ def test_what_the_driver_refuses_is_built_anew_once(first, anew, loaded, monkeyp
 
     images = {False: Cubin(first.encode(), ""), True: Cubin(anew.encode(), "")}
     monkeypatch.setattr(loader, "Kernel", kernel)
-    monkeypatch.setattr(loader, "capabilities", lambda device: Capability(True, "", "sm_90a"))
+    monkeypatch.setattr(loader, "capabilities", lambda device: Capability(True, arch="sm_90a"))
     monkeypatch.setattr(loader, "load_cubin", lambda spec, anew=False: images[anew])
     if anew or loaded == 1:
         with pytest.raises(DriverError, match=anew or first):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -224,4 +225,25 @@ def test_without_a_gpu_everything_stays_dense_and_the_line_says_why(run, monkeyp
     monkeypatch.delenv("SPARGE_REFERENCE")
     got = run()
     assert (got.counts.sparse, got.counts.dense) == (0, 3)
-    assert "NOTHING WAS SPARSE" in got.line and "NVIDIA" in got.line
+    assert "nothing was skipped" in got.line and "NVIDIA" in got.line
+
+
+def test_the_machine_is_named_before_widgets(load_pack, sampled, step, monkeypatch):
+    monkeypatch.delenv("SPARGE_REFERENCE")
+    got = sampled(step, [0.5], start_percent=1.0, min_tokens=1 << 20)
+    assert load_pack("sparge.session").verdict(got.last)[0].endswith(("NVIDIA GPU", "CPU alone"))
+    assert "min_tokens" not in got.line and "start_percent" not in got.line
+
+
+def test_a_node_that_another_replaced_says_so(load_pack, session, patcher, step, monkeypatch):
+    """Of three in a chain, and each time that the last one runs."""
+    node, told = load_pack("nodes.sparge_attention").SpargeAttention, {}
+    monkeypatch.setattr(load_pack("nodes.comfyui"), "show_on_node", told.__setitem__)
+    for place in "123":
+        monkeypatch.setattr(node, "hidden", SimpleNamespace(unique_id=place))
+        patcher = node.execute(patcher)[0]
+    for _ in range(2):
+        told.clear()
+        session(patcher).sample(step, [0.5])
+        assert told.pop("1") == told.pop("2") == "Replaced by the Sparge Attention after it"
+        assert told.pop("3").startswith("Nothing skipped: too small (256 of 4096)\n")

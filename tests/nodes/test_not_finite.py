@@ -53,7 +53,7 @@ def test_a_model_that_gives_none_but_those(told, place, value, why, mode):
     assert got.counts.sparse == 0
     assert got.counts.reasons == {"before start_percent 0.2": 2 * BLOCKS, why: 3 * BLOCKS}
     assert f"{why} ({3 * BLOCKS})" in got.line and got.line in got.details
-    assert "NOTHING WAS SPARSE" in got.line and "could not be measured" not in got.line
+    assert "nothing was skipped" in got.line and "could not be measured" not in got.line
 
 
 SPARSE = "in the results of sparse calls"
@@ -72,5 +72,5 @@ def test_what_begins_in_a_sparse_step(load_pack, told, mode, place, value, first
     got = told(place, value, which=[LAST], first=first, mode=mode)
     assert got.counts.sparse == 3 * BLOCKS
     assert got.last.notes[0].startswith(f"NaN {SPARSE}") and got.line.count(SPARSE) == 1
-    second = load_pack("sparge.session").verdict(got.last).split("\n")[1]
-    assert second.startswith("NaN in the results of sparse")
+    _, second, sentence = load_pack("sparge.session").verdict(got.last)
+    assert second.startswith("NaN in the result: ") and SPARSE in sentence

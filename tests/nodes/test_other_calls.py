@@ -118,5 +118,5 @@ def test_auto_modes_say_what_it_is(by_frame):
     assert got.counts.sparse == 0 and got.counts.cross == 4 * 2
     why = "the model attends frame by frame, which only mode manual serves"
     assert got.counts.reasons == {why: 4 * 2 * FRAMES}
-    assert "NOTHING WAS SPARSE" in got.line and "start_percent" not in got.line
+    assert "nothing was skipped" in got.line and "start_percent" not in got.line
     assert all(torch.equal(out, got.given[0]) for out in got.given)

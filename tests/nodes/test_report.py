@@ -11,6 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from sparge.reasons import LINES, Reason
+
 
 @pytest.fixture
 def result(load_pack):
@@ -27,10 +29,13 @@ def result(load_pack):
             "family": "Mochi", "tokens": 44776, "sparse": 3, "cross": 4, "passes": 3,
             "reasons": {"before start_percent 0.2": 1},
         } | changes  # fmt: skip
-        counts = report.Counts(**facts | {"reasons": Counter(facts["reasons"])})
+        reason = load_pack("sparge.reasons").Reason
+        reasons = Counter({reason(why): count for why, count in facts["reasons"].items()})
+        counts = report.Counts(**facts | {"reasons": reasons})
+        of_run["notes"] = tuple(map(reason, of_run.get("notes", ())))
         densities = report.Densities(0.44, 0.25, by_step.nanmean(0), by_step, layers)
-        time, words = report.RunTime({}, saved, is_foretold), load_pack("nodes.run").WORDS
-        return report.Report(counts, aim, densities, heads, time, words, **of_run)
+        time, no_calls = report.RunTime({}, saved, is_foretold), load_pack("nodes.run").Run.no_calls
+        return report.Report(counts, aim, densities, heads, time, no_calls, **of_run)
 
     return make
 
@@ -53,19 +58,19 @@ def published(load_pack, caplog):
     [
         (
             {"sparse": 0, "cross": 0, "reasons": {"attention mask": 2}},
-            "NOTHING WAS SPARSE",
+            "nothing was skipped: attention mask;",
             "dense because: attention mask (2)",
         ),
         (
             {"sparse": 0, "cross": 0, "reasons": {}},
-            "NOTHING WAS SPARSE: no attention call reached this node",
+            "nothing was skipped: no attention call reached this node",
             "",
         ),
-        ({"sparse": 0, "reasons": {}, "passes": 0}, "NOTHING WAS SPARSE: the model did not", ""),
+        ({"sparse": 0, "reasons": {}, "passes": 0}, "nothing was skipped: the model did not", ""),
         ({"notes": ("remove one.",)}, "3 sparse", "; remove one"),
         (
             {"sparse": 0, "stopped": True},
-            "[Sparge] stopped before the first sparse step; Mochi",
+            "nothing was skipped: stopped before the first sparse step",
             "",
         ),
     ],
@@ -105,6 +110,9 @@ def test_the_picture_shows_densities(picture, result):
     assert image.ndim == 4 and image.shape[0] == 1 and image.shape[-1] == 3
     assert image.dtype == torch.float32
     assert float(image.mean()) < 0.5, "dark, as the nodes around it"
+    lines = [line for kind in LINES for line in Reason("", kind, 1 << 20).lines(1 << 20)[:2]]
+    headline, room = picture._font(picture.HEADLINE), picture.WIDTH - 2 * picture.MARGIN
+    assert max(map(headline.getlength, lines)) <= room
     tall = picture.TALLEST_CELL
     wide = (image.shape[2] - picture.RIGHT - picture.LEFT) / 3
     for row, column, density in [(0, 0, 1.0), (0, 1, 0.5), (0, 2, 0.25), (1, 2, 0.75), (1, 1, -1)]:
@@ -140,7 +148,7 @@ def test_the_report_shows_itself(ran, result, load_pack, monkeypatch):
     (_, text, image), shown, under = ran(found, monkeypatch)
     assert shown["text"] == (text,) and shown["images"][0] is image
     assert text == session.details(found)
-    assert under == session.verdict(found)
+    assert under == "\n".join(session.verdict(found))
 
 
 def test_lines_on_a_node_end_where_their_breaks_are_shown_as_spaces(load_pack):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from pathlib import Path
 
 import pytest
@@ -98,7 +99,7 @@ def test_names_order_and_defaults(inputs, mode, widgets):
 
 def test_each_name_has_the_words_that_people_search_for():
     labels = locales.table()["SpargeAttention"]["display_name"].values()
-    assert all(word in label.lower() for label in labels for word in ("sparge", "sparse", "sage"))
+    assert all(word in label.lower() for label in labels for word in ("sparge", "sparse", "speed"))
 
 
 BUDGET = {"mode": "auto budget", "topk": 0.2}
@@ -114,6 +115,19 @@ GRAPHS = [
     ({"mode.topk": 0.3}, {"topk": 0.3}),
     ({"mode": "auto quality", "mode.quality": "fast"}, {"mode": "auto quality", "quality": "fast"}),
     ({"topk": 0.3, "end_percent": 1, "dense_blocks": None, "$$preview": "x"}, {"topk": 0.3}),
+]
+#: Values that are refused, by what the error says.
+WRONG = [
+    ({"topk": 0}, "topk is 0.0; it takes a number from 0.05 to 1.0."),
+    ({"topk": 2.0}, "topk is 2.0; it takes a number from 0.05 to 1.0."),
+    ({"topk": float("nan")}, "topk is nan; it takes a number from 0.05 to 1.0."),
+    ({"topk": "half"}, "topk is 'half'; give a number"),
+    ({"pvthreshd": 51}, "pvthreshd is 51.0; it takes a number from 1.0 to 50.0."),
+    ({"quality": "best"}, "quality is 'best'; it takes one of"),
+    (
+        {"tokp": 0.3, "speed": 1},
+        "Sparge Attention has no speed, tokp; it takes mode, quality, topk",
+    ),
 ]
 
 
@@ -133,28 +147,27 @@ def test_the_qualities_are_told_with_their_targets(load_pack, widgets):
         assert f"{name} {100 * target:g} %" in widgets[0].tooltip
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ("0-2, -1", None),
-        (None, None),  # a linked input is not known yet, and an API graph may have null
-        ("None", None),
-        ("first", "dense_blocks contains 'first'"),
-        ([0], "give block numbers"),
-    ],
-)
-def test_a_bad_block_list_is_refused_before_anything_runs(node, given, said):
-    found = node.validate_inputs(dense_blocks=given)
-    assert found is True if said is None else said in found
+@pytest.mark.parametrize("given", ["0-2, -1", None, "None"])
+def test_a_block_list_may_not_be_known_yet(node, given):
+    """Through a link, and null in an API graph."""
+    assert node.validate_inputs(model=None, dense_blocks=given)
+
+
+@pytest.mark.parametrize(("given", "said"), WRONG)
+def test_short_and_long_names_are_refused_alike(node, patcher, given, said):
+    """By the server before anything runs, which nests what it knows, and when the node runs."""
+    long = {f"mode.{name}": value for name, value in given.items()}
+    for inputs in (given, long, {"mode": {"mode": "manual", **given}}):
+        for refuse in (node.validate_inputs, node.execute):
+            with pytest.raises(ValueError, match=f"^{re.escape(said)}"):
+                refuse(model=patcher, **inputs)
 
 
 @pytest.mark.parametrize(
     ("linked", "words"),
     [
-        ({"topk": 2.0}, "topk is 2.0; it takes a number from 0 to 1"),
         ({"mode": "turbo"}, "mode is 'turbo'; it takes one of"),
         ({"dense_blocks": "first"}, "dense_blocks contains 'first'"),
-        ({"topk": "half"}, "topk is 'half'; give a number"),
         ({"min_tokens": [4096]}, "min_tokens is a list; it takes a whole number"),
     ],
 )

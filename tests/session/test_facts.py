@@ -161,7 +161,7 @@ def test_a_mode_has_an_aim_and_a_policy(monkeypatch) -> None:
     [
         ("", 10, [], []), (" , ", 10, [], []), ("None", 10, [], []), ("3", 10, [3], []),
         ("0-2, -1", 10, [0, 1, 2, 9], []), ("-3--1", 10, [7, 8, 9], []), ("5--4", 10, [5, 6], []),
-        ("8-20", 10, [8, 9], [20]), ("1, -1", None, [1], None),
+        ("8-20", 10, [8, 9], [20]), ("1, -1", None, [1], [-1]),
         ("0-2, 9-12, -10, -11--1", 10, list(range(10)), [-11, 12]),
     ],
 )  # fmt: skip
@@ -169,7 +169,8 @@ def test_blocks_that_dense_blocks_lists(text: str, total, listed, missing) -> No
     spans = LayerSpans.parse(text)
     of_total = spans.of_total(total)
     assert [block for block in range(10) if any(block in span for span in of_total)] == listed
-    assert total is None or spans.missing(total) == missing
+    remark, named = spans.remark(total), ", ".join(map(str, missing))
+    assert (remark or "").partition(";")[0] == (named and f"dense_blocks names {named}")
 
 
 @pytest.mark.parametrize(

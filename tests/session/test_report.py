@@ -3,22 +3,25 @@
 
 from __future__ import annotations
 
+import ast
 from collections import Counter
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from sparge.order.variants import OrderKind
-from sparge.session import Aim, Call, Report, details, short_lines, summary, verdict
+from sparge.reasons import LINES, Reason
+from sparge.session import Aim, Call, Report, details, summary, verdict
 from sparge.session import report as module
 from sparge.session.heads import MEASURING
 from sparge.session.report import Counts, Densities, MeasuredHeads, PassRecord, RunTime, Span
 from sparge.session.timing import Backend
-from sparge.session.verdict import ONE_STEP_AUTO, ONE_STEP_MANUAL, WIDEST
 from sparge.stats import Counter as Pairs
 
+ROOT = Path(__file__).resolve().parents[2]
 GPU, NAN = torch.device("cuda", 0), float("nan")
 EXACT, EIGHT, SPARSE, MEASURED = Backend
 
@@ -145,12 +148,15 @@ HEADS = MeasuredHeads(
 )
 
 
+BEFORE = Reason("before start_percent 0.2", "before")
+
+
 def report_of(heads=(), aim=None, saved=None, is_foretold=True, reasons=None, **given) -> Report:
     """A run of three steps and two layers."""
     of_run = {x: given.pop(x) for x in ("stopped", "notes", "seconds", "steps") if x in given}
     by_step = torch.tensor([[1.0, 0.5, 0.25], [1.0, NAN, 0.75]])
     densities = Densities(0.44, 0.25, by_step.nanmean(0), by_step, torch.tensor([0, 7]))
-    reasons = Counter({"before start_percent 0.2": 1} if reasons is None else reasons)
+    reasons = Counter({BEFORE: 1} if reasons is None else reasons)
     facts: Any = {"family": "Mochi", "tokens": 44776, "sparse": 3, "cross": 4, "passes": 3} | given
     counts = Counts(reasons=reasons, **facts)
     return Report(counts, aim, densities, heads, RunTime({}, saved, is_foretold), **of_run)
@@ -162,7 +168,9 @@ def test_a_line_for_the_log() -> None:
         "computed; density of sparse calls 25.0 %; dense because: before start_percent 0.2 (1); "
         "4 cross-attention calls (always exact)"
     )
-    fast = report_of(saved=57.0, seconds=34.0, eight_bit=2, filter_left_out=True, notes=("n.",))
+    fast = report_of(
+        saved=57.0, seconds=34.0, eight_bit=2, filter_left_out=True, notes=(Reason("n."),)
+    )
     assert summary(fast).startswith("Speedup 2.7x: 34 s, not 91 s; Mochi")
     assert "; 2 dense calls in 8 bits, faster here than exact ones; dense because: " in summary(
         fast
@@ -199,63 +207,115 @@ def test_errors_count_by_head_weight_found_ones_first() -> None:
 
 
 SHARE = "44 % of attention computed"
-OLD = "GeForce RTX 2080 Ti is too old: it has compute capability 7.5"
+FAST = "Speedup 2.7x: 34 s, not 91 s"
+OLD = Reason("GeForce RTX 2080 Ti is too old: it has compute capability 7.5", "old GPU")
+SMALL = Reason("fewer than min_tokens (4096) tokens", "small", 4096)
 GONE = {"sparse": 0, "saved": None}
-NOTES = ("the results do not add up, remove one of the two nodes", "more")
+NOTES = (Reason("the results do not add up, remove one of the two nodes", "core"), Reason("more"))
+LARGER = "Render larger or longer, or lower min_tokens"
+LOWER = "Lower start_percent, or take more steps"
+ABSENT = GONE | {"cross": 0, "reasons": {}}
 
 
 @pytest.mark.parametrize(
-    ("changes", "first", "second"),
+    ("changes", "lines"),
     [
-        ({}, "Speedup 2.7x: 34 s, not 91 s", SHARE),
-        ({"heads": (HEADS,)}, "Speedup 2.7x: 34 s, not 91 s", f"{SHARE}, off by 4 %"),
-        ({"seconds": 2.93, "saved": 0.53}, "Speedup 1.2x: 2.9 s, not 3.5 s", SHARE),
-        ({"seconds": 1200.0, "saved": 1800.0}, "Speedup 2.5x: 20 min, not 50 min", SHARE),
-        ({"saved": -2.0}, "As fast as without: 34 s", SHARE),
-        ({"saved": None}, "3 of 4 calls were sparse", SHARE),
-        ({"notes": NOTES}, "Speedup 2.7x: 34 s, not 91 s", "the results do not add up, remove ..."),
-        (GONE, "NOTHING WAS SPARSE", "before start_percent 0.2"),
-        (GONE | {"reasons": {OLD: 2}}, "NOTHING WAS SPARSE",
-         "GeForce RTX 2080 Ti is too old: it ..."),
-        ({"sparse": 0, "saved": 7.0, "eight_bit": 1}, "Speedup 1.2x: 34 s, not 41 s",
-         "Nothing skipped, calls in 8 bits"),
-        (GONE | {"passes": 0, "reasons": {}}, "The model did not run", ""),
-        (GONE | {"cross": 0, "reasons": {}}, "No attention call came", ""),
-        (GONE | {"reasons": {}}, "NOTHING WAS SPARSE", "all attention calls were cross-attention"),
-        (GONE | {"finished": 1, "_grid": (4, 8, 8)}, "The video's self-attention", "did not come"),
-        (GONE | {"finished": 1, "_grid": (1, 8, 8)},
-         "The picture's self-attention", "did not come"),
-        (GONE | {"stopped": True}, "Stopped before the first sparse step", ""),
-        (GONE | {"stopped": True, "may_have_been_sparse": True}, "Stopped early",
-         "before start_percent 0.2"),
+        ({}, [FAST, SHARE]),
+        ({"heads": (HEADS,)}, [FAST, f"{SHARE}, off by 4 %"]),
+        ({"seconds": 2.93, "saved": 0.53}, ["Speedup 1.2x: 2.9 s, not 3.5 s", SHARE]),
+        ({"seconds": 1200.0, "saved": 1800.0}, ["Speedup 2.5x: 20 min, not 50 min", SHARE]),
+        ({"saved": -2.0}, ["As fast as without: 34 s", SHARE]),
+        ({"saved": None}, ["3 of 4 calls were sparse", SHARE]),
+        ({"notes": NOTES}, [FAST, "Remove Model Sparse Attention, or this node",
+                            "The results do not add up, remove one of the two nodes."]),
+        (GONE, ["no step after start_percent", LOWER, "All steps come before start_percent 0.2."]),
+        (GONE | {"steps": 1, "aim": Aim("budget", 0.2)},
+         ["the run has one step", "Set mode to manual and start_percent to 0",
+          "All steps come before start_percent 0.2."]),
+        (GONE | {"steps": 1, "reasons": {MEASURING: 2}},
+         ["measuring took all the steps", "Take more steps, or set mode to manual", "Measuring."]),
+        (GONE | {"reasons": {OLD: 2}}, ["this GPU is too old", LINES["old GPU"][1], f"{OLD}."]),
+        (GONE | {"reasons": {BEFORE: 1, SMALL: 7}, "tokens_of": {BEFORE: 4096, SMALL: 1024}},
+         ["no step after start_percent", LOWER, "All steps come before start_percent 0.2."]),
+        (GONE | {"reasons": {BEFORE: 1, SMALL: 7}, "tokens_of": {BEFORE: 77, SMALL: 192}},
+         ["too small (192 of 4096)", LARGER, "Fewer than min_tokens (4096) tokens."]),
+        ({"sparse": 0, "saved": 7.0, "eight_bit": 1},
+         ["Speedup 1.2x: 34 s, not 41 s", "no step after start_percent",
+          "All steps come before start_percent 0.2."]),
+        (ABSENT | {"passes": 0},
+         ["the model did not run", "Connect the model to the sampler that runs",
+          "The model did not run."]),
+        (ABSENT, ["no attention came to this node", "Put it last, before the sampler",
+                  "No attention call came."]),
+        (ABSENT | {"notes": NOTES}, ["Model Sparse Attention wins", LINES["core"][1],
+                                     "The results do not add up, remove one of the two nodes."]),
+        (GONE | {"reasons": {}}, ["only text or sound came here", "Put it last, before the sampler",
+                                  "All attention calls were cross-attention."]),
+        (GONE | {"finished": 1, "_has_grid": True},
+         ["another node took its place", "Remove other attention nodes, or put it last", "..."]),
+        (GONE | {"stopped": True}, ["it was stopped too early", "Let it run to its end",
+                                    "Stopped before the first sparse step."]),
+        ({"stopped": True}, ["Stopped early", SHARE]),
     ],
 )  # fmt: skip
-def test_two_lines_for_the_box_of_a_node(changes, first: str, second: str) -> None:
-    found = report_of(**{"seconds": 34.0, "saved": 57.0} | changes)
-    lines = verdict(found).split("\n")
-    assert lines == [line for line in (first, second) if line]
-    assert all(len(line) <= WIDEST for line in lines)
-    assert short_lines("", "a b c", widest=10) == "a b c"
+def test_two_lines_for_the_box_of_a_node_and_a_sentence(changes, lines: list[str]) -> None:
+    """Of a run that skipped nothing either of the first says so."""
+    found = verdict(report_of(**{"seconds": 34.0, "saved": 57.0} | changes))
+    told = [line.removeprefix("Nothing skipped: ") for line in found]
+    assert told == lines or (lines[-1] == "..." and told[:2] == lines[:2])
+    assert (told != found) == (changes.get("sparse") == 0)
+    assert all(len(line) <= WIDEST for line in found[:2])
 
 
-@pytest.mark.parametrize(
-    ("changes", "advice"),
-    [
-        ({"steps": 1}, ONE_STEP_MANUAL),
-        ({"steps": 1, "aim": Aim("budget", 0.2)}, ONE_STEP_AUTO),
-        ({"steps": 1, "aim": Aim("budget", 0.2), "reasons": {MEASURING: 2}}, ONE_STEP_AUTO),
-        ({"steps": 1, "reasons": {OLD: 2}}, ""),
-        ({"steps": 2}, ""),
-    ],
+#: Characters that either UI shows of a line.
+WIDEST = 48
+
+
+@pytest.mark.parametrize("kind", LINES)
+def test_no_kind_of_reason_is_cut(kind: str) -> None:
+    """With numbers of tokens as large as min_tokens may be."""
+    what, remedy, sentence = Reason("why it is so", kind, 1 << 20).lines(tokens=1 << 20)
+    assert what.startswith("Nothing skipped: ") and len(what) <= WIDEST >= len(remedy) > 0
+    assert sentence == "Why it is so."
+    assert "clip" not in what + remedy
+
+
+#: Places of the kind among arguments.
+KIND_OF = {"Reason": 1, "Unsupported": 1, "_unusable": 0}
+#: Code whose refusals no run in ComfyUI meets: of Python's own loops and pipelines.
+OF_PYTHON = ("sparge/compat/", "sparge/integrations/", "sparge/call.py", "sparge/padding.py")
+#: Beginnings of what may go without a kind: those of such code, and what has another's.
+WITHOUT = (
+    *("*error.args", "*refusal.args", "*self._error.args", "capability.reason", ""),
+    *("cross-attention", "attention beside the model's", "queries and keys differ in number"),
+    *("one of the first", "the model has fewer layers", "The call has", "v has head_dim"),
+    *("output_dtype", "is_causal", "key_lengths", "block_mask", "The candidates have"),
 )
-def test_a_run_of_one_step_is_told_what_can_help(changes, advice: str) -> None:
-    told = summary(report_of(sparse=0, cross=0, **changes))
-    assert told.startswith("Mochi, 44,776 tokens; NOTHING WAS SPARSE; ")
-    assert told.endswith(advice) and ("can make it sparse" in told) == bool(advice)
+
+
+def test_every_reason_has_a_kind() -> None:
+    """Each has one of the table, and each of the table is used."""
+    texts, without = set(), []
+    for path in sorted([*(ROOT / "sparge").rglob("*.py"), *(ROOT / "nodes").glob("*.py")]):
+        name = path.relative_to(ROOT).as_posix()
+        for each in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(each, ast.Constant) and path.stem != "reasons":
+                texts.add(each.value)
+            place = KIND_OF.get(getattr(getattr(each, "func", None), "id", ""))
+            if place is None or name.startswith(OF_PYTHON):
+                continue
+            assert isinstance(each, ast.Call)
+            kind = each.args[place] if len(each.args) > place else None
+            if kind is None or (isinstance(kind, ast.Constant) and kind.value not in LINES):
+                without.append(ast.unparse(each.args[0]).removeprefix("f").strip("'\""))
+    assert {*LINES} - texts == {"other"}
+    assert [x for x in without if not x.startswith(WITHOUT[5:]) and x not in WITHOUT] == []
 
 
 def test_a_report_is_text() -> None:
-    found = report_of((HEADS,), Aim("budget", 0.25), reasons={"two.": 2}, notes=("mind.",))
+    found = report_of(
+        (HEADS,), Aim("budget", 0.25), reasons={Reason("two."): 2}, notes=(Reason("mind."),)
+    )
     assert str(found).splitlines() == [
         "44.0% of attention was computed; sparse calls kept 25.0% of their pairs, for a mean "
         "density of 25 %.",

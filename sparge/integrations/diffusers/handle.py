@@ -8,7 +8,6 @@ import logging
 import threading
 import weakref
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,24 +17,24 @@ from ...compiling import has_been_traced
 from ...failures import MEANT_FOR_HOST, Failures
 from ...kernels.warmup import Needs
 from ...policy import SparsePolicy
+from ...reasons import Reason
 from ...sdpa import Keep, Substitute
 from ...session import (
     AUTO_BUDGET,
     AUTO_QUALITY,
     FAILED,
     MANUAL,
-    PLAIN,
     QUALITIES,
     Report,
     Session,
     Settings,
     SigmaWindow,
     Step,
-    Why,
     details,
     verdict,
 )
 from ...session.torch_pass import TorchPass
+from ...session.verdict import WHOLE_GRAPH, why_nothing
 from .hooks import TransformerHooks
 from .layout import layout_of, ranks_of
 from .steps import Prompts, Steps
@@ -49,27 +48,17 @@ _GOALS = {AUTO_QUALITY: ("quality",), AUTO_BUDGET: ("topk",), MANUAL: ("topk", "
 
 NOT_RUN = "The pipeline has not run since it was enabled."
 REPLACED = (
-    "NOTHING IS SPARSE; pipe.transformer is another model than when the pipeline was enabled: call "
-    "enable again."
+    "Nothing is skipped; pipe.transformer is another model than when the pipeline was enabled: "
+    "call enable again."
 )
-OTHER_THREAD = "another thread ran the model meanwhile: its passes were left as they are"
-CONTROLNET = "the attention of the pipeline's controlnet is native, and not counted"
+OTHER_THREAD = Reason("another thread ran the model meanwhile: its passes were left as they are")
+CONTROLNET = Reason("the attention of the pipeline's controlnet is native, and not counted")
 NO_INPUTS = (
     "{name} is not known here, and its inputs are not named as usual: sparge.sdpa() serves it "
     "without measuring"
 )
 #: Names that models have for the latent, which may be a list, and for the timestep.
 _LATENTS, _TIMESTEPS = ("hidden_states", "x"), ("timestep", "timesteps", "t")
-#: Characters of either part of a line, which no box cuts off.
-_WIDEST = 200
-WORDS = replace(
-    PLAIN,
-    no_calls=Why(
-        "no attention call came: the pipeline's attention backend does not call PyTorch's (set it "
-        'to native: transformer.set_attention_backend("native"))',
-        ("No attention call came", 'Set the attention backend to "native"'),
-    ),
-)
 
 #: Handle of each model, which its hooks keep alive: held here, it would hold the model for ever.
 _enabled: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Handle]] = (
@@ -154,6 +143,15 @@ def enable(
     return handle
 
 
+class PipelineRun(Session):
+    """Run of one call of a pipeline."""
+
+    no_calls = Reason(
+        "no attention call came: the pipeline's attention backend does not call PyTorch's (set it "
+        'to native: transformer.set_attention_backend("native"))'
+    )
+
+
 class Handle:
     """Handle that `enable` gives; as a context it is disabled at the end.
 
@@ -197,9 +195,9 @@ class Handle:
         result = self.stats
         if result is None or self._has_other_model:
             return self._no_run()
-        if result.notes and not result.counts.calls:
-            return f"NOTHING WAS SPARSE; {result.notes[0]}"
-        return verdict(result, _WIDEST).replace("\n", "; ")
+        why, (first, second, *_) = why_nothing(result), verdict(result)
+        said = result.notes[0] if result.notes else why or second
+        return f"{'Nothing skipped' if why else first}; {said}"
 
     def report(self) -> str:
         """Lines on the last run: its calls by reason, and what was measured of each layer. Waits
@@ -219,8 +217,8 @@ class Handle:
         if self._has_other_model:
             return REPLACED
         if self._remark:
-            return f"NOTHING WAS SPARSE; {self._remark}"
-        return f"{NOT_RUN} Or {PLAIN.whole_graph.told}." if has_been_traced() else NOT_RUN
+            return f"Nothing skipped; {self._remark}"
+        return f"{NOT_RUN} Or {WHOLE_GRAPH}." if has_been_traced() else NOT_RUN
 
     @property
     def stats(self) -> Report | None:
@@ -249,10 +247,10 @@ class Handle:
             raise
         except Exception as error:  # the picture matters more
             self._failures.tell("a pass of the model was computed dense", error)
-            self._note(f"passes were dense because of {FAILED}")
+            self._note(Reason(f"passes were dense because of {FAILED}"))
             return None
 
-    def _note(self, remark: str) -> None:
+    def _note(self, remark: Reason) -> None:
         if self._run is None:
             self._remark = remark
         else:
@@ -271,7 +269,7 @@ class Handle:
     def _begun(self, hooks: TransformerHooks, given: Mapping[str, Any]) -> TorchPass | None:
         found = _inputs(given)
         if found is None:
-            self._note(NO_INPUTS.format(name=type(hooks.model).__name__))
+            self._note(Reason(NO_INPUTS.format(name=type(hooks.model).__name__)))
             return None
         latents, timestep = found
         device = latents[0].device
@@ -303,7 +301,7 @@ class Handle:
             settings.start_percent, settings.end_percent, lambda percent: steps * (1 - percent)
         )
         schedule = [float(steps - step) for step in range(steps)]
-        run = self._run = Session(settings, window, schedule, words=WORDS)
+        run = self._run = PipelineRun(settings, window, schedule)
         if isinstance(self._policy, SparsePolicy):
             run.asked = self._policy
         else:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ...order.grid import TokenGrid
+from ...reasons import Reason
 from ...session import TextPosition, TokenLayout
 
 #: Attributes that hold the blocks: one list, or one of double-stream and one of single-stream ones.
@@ -25,7 +26,7 @@ BLOCK_LISTS = (
     *("layers", "visual_transformer_blocks"),
 )
 NO_ROW = "{name} is not known here: its tokens stay in the order they come, and text is not exact"
-RING = "several GPUs share the model's sequence in a ring: take ulysses_degree"
+RING = Reason("several GPUs share the model's sequence in a ring: take ulysses_degree")
 #: Multiple to which Z-Image fills up picture and text.
 _Z_IMAGE_FILLS_TO = 32
 
@@ -64,7 +65,7 @@ def _topmost(model: nn.Module) -> Iterator[nn.Module]:
             yield child
 
 
-def ranks_of(model: Any) -> tuple[int, str | None]:
+def ranks_of(model: Any) -> tuple[int, Reason | None]:
     """Number of processes that share the tokens of a model, by diffusers' ContextParallelConfig,
     and why they cannot be served. Each measures and chooses for its own heads."""
     parallel = getattr(model, "_parallel_config", None)
@@ -82,7 +83,7 @@ def layout_of(
     name, row = type(model).__name__, row_of(model)
     layout = TokenLayout(blocks=blocks, prompts=_prompts(given), ranks=ranks)
     if row is None:
-        return replace(layout, family=name, remark=NO_ROW.format(name=name))
+        return replace(layout, family=name, remark=Reason(NO_ROW.format(name=name)))
     layout = replace(layout, family=row.name, text=row.text)
     grid = row.grid(model.config, given)
     if grid is None:

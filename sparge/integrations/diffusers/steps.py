@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-NO_SCHEDULE = "the scheduler has no timesteps, so the step is not known"
-NOT_OF_SCHEDULE = "the model is given no timestep of the scheduler, so the step is not known"
+from ...reasons import Reason
+
+NO_SCHEDULE = Reason("the scheduler has no timesteps, so the step is not known")
+NOT_OF_SCHEDULE = Reason("the model is given no timestep of the scheduler, so none is known")
 
 #: What pipelines make of the scheduler's timesteps for their models.
 _FORMS: tuple[Callable[[Tensor], Tensor], ...] = (
