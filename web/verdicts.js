@@ -7,7 +7,7 @@ import { api } from "../../scripts/api.js"
 const MUTED = 2, BYPASSED = 4
 const TEXT = "$$node-text-preview"
 // Pixels of a line of 48 letters; a node is as wide as its title otherwise.
-const WIDTH = 340
+const WIDTH = 350
 
 const isOurs = (type) => /^Sparge/.test(type)
 

@@ -310,14 +310,12 @@ def test_each_node_has_room_for_what_it_shows(page: Page, nodes_2: bool, screens
 TEXTS = """() => Object.fromEntries(app.graph._nodes.map(node => [node.title,
   node.widgets?.find(widget => widget.name === '$$node-text-preview')?.value ?? '']))"""
 #: Lines that have less room than they take where a node shows such a text.
-CUT_LINES = """lines => [...document.querySelectorAll('*')]
-  .filter(each => !each.children.length && each.textContent.startsWith('Speedup'))
+CUT_LINES = """lines => [...document.querySelectorAll('span')]
+  .filter(each => each.textContent.startsWith('Speedup'))
   .flatMap(each => {
     const pen = document.createElement('canvas').getContext('2d');
-    const {font, paddingLeft, paddingRight} = getComputedStyle(each);
-    pen.font = font;
-    const room = each.clientWidth - parseFloat(paddingLeft) - parseFloat(paddingRight);
-    return lines.filter(line => !room || pen.measureText(line).width > room);
+    pen.font = getComputedStyle(each).font;
+    return lines.filter(line => pen.measureText(line).width > each.parentElement.clientWidth);
   })"""
 #: As a run begins that leaves out the nodes with these titles.
 BYPASS = """titles => {

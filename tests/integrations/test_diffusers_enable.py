@@ -22,6 +22,7 @@ pytest.importorskip("transformers")
 import sparge
 from benchmarks.metrics import rel_l2
 from sparge.integrations.diffusers import Handle, enable
+from sparge.reasons import Reason
 from tests.tiny_models.pipelines import ALL, TEXT, WIDTH, drawn, flow
 
 pytestmark = pytest.mark.usefixtures("reference_allowed", "no_mode_left")
@@ -98,7 +99,7 @@ def test_a_rule_says_what_is_kept_of_each_call() -> None:
         tiny(2)
     assert seen == [(0, grid), (1, grid)] and (stats := handle.stats) is not None
     assert (stats.sparse_calls, stats.dense_calls) == (1, 3)
-    assert stats.reasons["the rule of the caller keeps it exact"] == 1
+    assert stats.reasons[Reason("the rule of the caller keeps it exact")] == 1
     of_text = 128 * tokens + (tokens - 128) * 64  # the first block of queries, and of keys
     assert stats.density == pytest.approx(of_text / tokens**2)
     wrong: Any
