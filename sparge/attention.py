@@ -142,7 +142,7 @@ def attention(
         others = {"policy": policy, "block_mask": block_mask, "head_settings": head_settings}
         policy = with_topk(_DEFAULT, topk, others)
     if cu_seqlens is not None:
-        raise Unsupported(PACKED)
+        raise Unsupported(PACKED, "own")
     policy = _DEFAULT if policy is None else policy
     out_layout = layout if out_layout is None else out_layout
     counters = stats.counters if isinstance(stats, AttentionStats) else None

@@ -127,7 +127,8 @@ def test_kernels_are_told_of_mask_and_order(make_qkv, pretended_gpu) -> None:
     sparge.attention(q, k, v, **rule)
     route, quantize = (pretended_gpu.of_entry(name).params for name in ("route", "quantize"))
     assert route.select == 2 and route.block_mask == rule["block_mask"].data_ptr()
-    assert [*route.mask_stride] == [0, 0, ORDER.key_blocks, 1]
-    assert route.keys_exact == ORDER.keys_exact.data_ptr()
-    assert route.queries_exact == ORDER.queries_exact.data_ptr()
-    assert quantize.problem.slot_token == ORDER.slot_tokens.data_ptr()
+    order = rule["order"]
+    assert [*route.mask_stride] == [0, 0, order.key_blocks, 1]
+    assert route.keys_exact == order.keys_exact.data_ptr()
+    assert route.queries_exact == order.queries_exact.data_ptr()
+    assert quantize.problem.slot_token == order.slot_tokens.data_ptr()

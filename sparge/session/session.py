@@ -83,8 +83,7 @@ class Session:
         """Heads are measured in the last dense step, or in the first step where there is none.
 
         Args:
-            window, schedule: noise levels that may be sparse, and that of each step, as far as they
-                are known.
+            window, schedule: noise levels that may be sparse, and of each step, where known.
             aim: in place of the settings' own.
             exact: what serves the framework's exact calls.
             untracked: context around allocations that outlive a call, for frameworks that record
@@ -407,7 +406,7 @@ class Pass:
         session, once, ruled = self.session, None, None
         if why is None and session.rule is not None:  # its errors are the caller's
             ruled = options_of(session.rule, call.as_torchs(layer.number, self.layout))
-            why = Reason(BY_RULE) if ruled is None else None
+            why = Reason(BY_RULE, "own") if ruled is None else None
         try:
             if why is None:
                 if call.q.device != self.device:
