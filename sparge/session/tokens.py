@@ -215,8 +215,8 @@ class LayerSpans:
 
     def remark(self, total: int | None) -> Reason | None:
         """Numbers that a model of so many layers has not, for the user; None without any."""
-        known = range(1 << 20) if total is None else range(-total, total)
-        missing = sorted({number for span in self.spans for number in span} - {*known})
+        least, end = (0, math.inf) if total is None else (-total, total)
+        missing = sorted({n for span in self.spans for n in span if not least <= n < end})
         has = "a number of blocks that is unknown" if total is None else f"blocks 0-{total - 1}"
         sentence = f"dense_blocks names {', '.join(map(str, missing))}; this model has {has}"
         return Reason(sentence, "unlisted") if missing else None

@@ -22,7 +22,7 @@ import sparge
 from tests.fuzz.check import run
 from tests.fuzz.draw import draw_case
 
-CASES = {"cpu": 1000, "cuda": 1500}
+CASES = {"cpu": 600, "cuda": 1500}
 PARTS = 10
 
 

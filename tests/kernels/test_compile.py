@@ -24,6 +24,7 @@ from sparge.kernels.spec import (
     eight_bit_element,
     native_specs,
 )
+from tests.kernels.sass import SPECS as HOT_LOOP
 
 SPECS = [*(spec for arch in RELEASE_ARCHS for spec in all_specs(arch)), *native_specs("sm_90")]
 
@@ -40,15 +41,18 @@ OF_ANY = {
 def has_twin(spec: KernelSpec) -> bool:
     """Whether another kernel has its code, or only tests of a GPU can reach it: FP16 has that of
     BF16 but for the type, quantize for FP16 that for BF16, attend has less without the PV filter
-    than with it, and sm_86, sm_90 and sm_100a share the sources of sm_80 and sm_120a."""
+    than with it, and sm_86, sm_90 and sm_100a share the sources of sm_80 and sm_120a. Where the
+    hot loop is counted of a kernel without the filter, that one stands for both."""
     if spec.arch in ("sm_90", "sm_100a") or spec.element is Element.FP16:
         return True
     if spec.entry == "quantize":
         of_one = spec.source is Source.BF16 and spec.element is eight_bit_element(spec.arch)
         of_any = spec.source is Source.ANY and spec.arch in OF_ANY[spec.element]
-        return not (of_one or of_any)
+        return not (of_one or (of_any and spec.head_dim == 128))
     if not spec.reads_element:
-        return spec.arch == "sm_86"
+        return spec.arch in ("sm_86", "sm_89")
+    if spec.arch == "sm_89" or (spec.arch, spec.head_dim) == ("sm_120a", 64):
+        return spec not in HOT_LOOP
     unfiltered = replace(spec, pv_filter=True) in SPECS and not spec.pv_filter
     reached = attend_entry(spec.arch, spec.element) == spec.entry
     if spec.element is Element.INT8_FP16:
