@@ -57,8 +57,7 @@ struct Rules {
            (p.keys_exact ? p.keys_exact[j] != 0 : touches_exact(p, j * kKeyBlock, keys(j), key_length));
   }
   SPARGE_DEVICE bool exact(const Row& row) const {
-    return p.queries_exact ? p.queries_exact[row.block] != 0
-                           : touches_exact(p, row.first_query, row.queries, p.problem.queries);
+    return p.queries_exact ? p.queries_exact[row.block] != 0 : touches_exact(p, row.first_query, row.queries, p.problem.queries);
   }
   // How many keys the block has, with kStandsForced where it is attended to unasked.
   SPARGE_DEVICE u8 standing(i32 j) const {
