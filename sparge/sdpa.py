@@ -62,7 +62,7 @@ _RULED = tuple(RuleOptions.__annotations__)
 
 
 def options_of(policy: SparsePolicy | Rule, call: TorchCall) -> RuleOptions | None:
-    """What a policy or a rule says of a call."""
+    """Keywords of `attention` that a policy or a rule gives for a call; None keeps it exact."""
     found = policy if isinstance(policy, SparsePolicy) else policy(call)
     if isinstance(found, SparsePolicy):
         return {"policy": found}

@@ -180,7 +180,7 @@ class Call:
         return out.flatten(2) if self.layout == "flat" else out
 
     def as_torchs(self, layer: int, layout: TokenLayout) -> TorchCall:
-        """The same, as a rule sees it."""
+        """Call as a rule of the caller sees it."""
         grid = layout.sequence(self.query_tokens)
         return TorchCall(*self.qkv, None, 0.0, False, self.scale, self.shares_keys, layer, grid)
 

@@ -236,7 +236,7 @@ def test_the_machine_is_named_before_widgets(load_pack, sampled, step, monkeypat
 
 
 def test_a_node_that_another_replaced_says_so(load_pack, session, patcher, step, monkeypatch):
-    """Of three in a chain, and each time that the last one runs."""
+    """The first two of three nodes in a chain say it, each time that the last one runs."""
     node, told = load_pack("nodes.sparge_attention").SpargeAttention, {}
     monkeypatch.setattr(load_pack("nodes.comfyui"), "show_on_node", told.__setitem__)
     for place in "123":

@@ -155,7 +155,7 @@ def test_a_block_list_may_not_be_known_yet(node, given):
 
 @pytest.mark.parametrize(("given", "said"), WRONG)
 def test_short_and_long_names_are_refused_alike(node, patcher, given, said):
-    """By the server before anything runs, which nests what it knows, and when the node runs."""
+    """The server refuses it before anything runs, and the node refuses it when it runs."""
     long = {f"mode.{name}": value for name, value in given.items()}
     for inputs in (given, long, {"mode": {"mode": "manual", **given}}):
         for refuse in (node.validate_inputs, node.execute):

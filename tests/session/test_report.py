@@ -259,7 +259,7 @@ ABSENT = GONE | {"cross": 0, "reasons": {}}
     ],
 )  # fmt: skip
 def test_two_lines_for_the_box_of_a_node_and_a_sentence(changes, lines: list[str]) -> None:
-    """Of a run that skipped nothing either of the first says so."""
+    """A run that skipped nothing says so in its first line or its second."""
     found = verdict(report_of(**{"seconds": 34.0, "saved": 57.0} | changes))
     told = [line.removeprefix("Nothing skipped: ") for line in found]
     assert told == lines or (lines[-1] == "..." and told[:2] == lines[:2])

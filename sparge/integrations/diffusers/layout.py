@@ -182,7 +182,7 @@ def _ltx(config: Any, given: Mapping[str, Any]) -> TokenGrid | None:
 
 
 def _ltx_2(config: Any, given: Mapping[str, Any]) -> TokenGrid | None:
-    """Likewise; tokens of a condition stand behind it."""
+    """Latent in tokens as `_ltx` has it; tokens of a condition stand behind it."""
     grid = [given.get(name) or 0 for name in ("num_frames", "height", "width")]
     tokens = given["hidden_states"].shape[1]
     return _first_of(tokens, *grid) if 0 < math.prod(grid) <= tokens else None
