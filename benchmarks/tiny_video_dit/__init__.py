@@ -3,5 +3,5 @@
 
 scenes: what a clip shows, and the text that says so. clips: the pictures. latent: pictures to the
 16 channels of Wan's latent and back, without a VAE. model: the network. train, sample: what they
-say. checkpoint: weights that ComfyUI loads, and the state that training goes on from.
+say. checkpoint: the weights' file.
 """

@@ -15,6 +15,7 @@ of each mode with it. Their mode says how many steps of each clip it skipped.
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import sys
@@ -37,7 +38,7 @@ from benchmarks.quality.modes import BY_NAME, where
 from benchmarks.quality.rows import RESULTS, Row, write
 from benchmarks.timing import commit
 from benchmarks.tiny_video_dit import flow
-from benchmarks.tiny_video_dit.checkpoint import SHIPPED
+from benchmarks.tiny_video_dit.checkpoint import SHIPPED, load_model
 from benchmarks.tiny_video_dit.curriculum import FULL_GRID
 from benchmarks.tiny_video_dit.latent import to_clips
 from benchmarks.tiny_video_dit.sample import scenes_to_sample, starting_noise
@@ -114,7 +115,12 @@ def load(weights: Path, device: torch.device) -> Any:
     import comfy.sd
 
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    return comfy.sd.load_diffusion_model(str(weights), model_options={"dtype": dtype})
+    model = load_model(weights)
+    # The text's width is the one size that ComfyUI does not read off the weights.
+    config = {"transformer": {"text_dim": model.config.text_width}}
+    return comfy.sd.load_diffusion_model_state_dict(
+        model.state_dict(), model_options={"dtype": dtype}, metadata={"config": json.dumps(config)}
+    )
 
 
 def sparse_clip(

@@ -37,9 +37,7 @@ Attention = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes of the model. The defaults give 8.0 M parameters: 15.3 MiB in bf16, little enough for a
-    file of the repository.
-    """
+    """Sizes of the model. The defaults give 8.0 M parameters: a file of 5.5 MB."""
 
     width: int = 256
     blocks: int = 8
