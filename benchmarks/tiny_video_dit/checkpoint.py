@@ -23,7 +23,7 @@ from benchmarks.tiny_video_dit.model import Config, VideoDiT
 
 WEIGHTS = "tiny_video_dit.safetensors"
 SHIPPED = Path(__file__).with_name(WEIGHTS)  # the trained weights of this repository
-LEVELS = 19
+LEVELS = 19  # docs/experiments.md, Size of the small model's weights
 BASE = 2 * LEVELS + 1
 PLACES = (BASE * BASE, BASE, 1)  # of the numbers that share an int16
 SMALLEST_SCALE = 2.0**-14  # the smallest normal float16
