@@ -27,9 +27,9 @@ import gc
 import importlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -49,73 +49,71 @@ NOT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBack
 
 @dataclass(frozen=True)
 class Model:
-    """Size of a transformer, and of the clip that it samples."""
+    """Classes of diffusers, the size of the transformer, and the clip or picture that it samples.
+    prompt: tokens, and the name of their width in config. mask: argument of the pipeline for the
+    prompt's mask, where it takes one."""
 
+    pipeline: str
+    transformer: str
+    scheduler: str
     config: dict[str, Any]
     size: dict[str, int]
-    """Frames, height and width in pixels."""
-    text: int
-    """Tokens of the prompt."""
-    make: Callable[[Any, torch.device], tuple[Any, dict[str, Any]]]
-    """Makes its pipeline around a transformer, and further arguments of a call."""
-    transformer: str
+    prompt: tuple[int, str]
+    mask: str | None = None
+    small: Mapping[str, Any] = field(default_factory=dict)
+    """What a tiny model has instead."""
 
 
-def _diffusers() -> Any:
-    return importlib.import_module("diffusers")
-
-
-def _cogvideox(transformer: Any, device: torch.device) -> tuple[Any, dict[str, Any]]:
-    diffusers = _diffusers()
-    parts = {"tokenizer": None, "text_encoder": None, "vae": None}
-    scheduler = diffusers.CogVideoXDDIMScheduler()
-    return diffusers.CogVideoXPipeline(
-        transformer=transformer, scheduler=scheduler, **parts
-    ), {"max_sequence_length": transformer.config.max_text_seq_length}  # fmt: skip
-
-
-def _mochi(transformer: Any, device: torch.device) -> tuple[Any, dict[str, Any]]:
-    diffusers = _diffusers()
-    parts = {"tokenizer": None, "text_encoder": None, "vae": None}
-    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
-    tokens = transformer.config.max_sequence_length
-    mask = torch.ones(1, tokens, dtype=torch.bool, device=device)
-    return diffusers.MochiPipeline(
-        transformer=transformer, scheduler=scheduler, **parts
-    ), {"prompt_attention_mask": mask}  # fmt: skip
-
-
+FLOW = "FlowMatchEulerDiscreteScheduler"
 MODELS = {
     "cogvideox-2b": Model(
+        "CogVideoXPipeline", "CogVideoXTransformer3DModel", "CogVideoXDDIMScheduler",
         {
             "num_attention_heads": 30, "attention_head_dim": 64, "in_channels": 16,
             "out_channels": 16, "num_layers": 30, "text_embed_dim": 4096, "time_embed_dim": 512,
             "sample_width": 90, "sample_height": 60, "sample_frames": 49, "patch_size": 2,
             "max_text_seq_length": 226,
         },
-        {"num_frames": 49, "height": 480, "width": 720}, 226, _cogvideox,
-        "CogVideoXTransformer3DModel",
+        {"num_frames": 49, "height": 480, "width": 720}, (226, "text_embed_dim"),
+        small={"sample_width": 24, "sample_height": 16, "sample_frames": 17},
     ),
     "mochi": Model(
+        "MochiPipeline", "MochiTransformer3DModel", FLOW,
         {
             "num_attention_heads": 24, "attention_head_dim": 128, "num_layers": 48,
             "pooled_projection_dim": 1536, "in_channels": 12, "text_embed_dim": 4096,
             "time_embed_dim": 256, "max_sequence_length": 256, "patch_size": 2,
         },
-        {"num_frames": 85, "height": 480, "width": 848}, 256, _mochi, "MochiTransformer3DModel",
+        {"num_frames": 85, "height": 480, "width": 848}, (256, "text_embed_dim"),
+        "prompt_attention_mask",
+    ),
+    "skyreels-v2": Model(
+        "SkyReelsV2Pipeline", "SkyReelsV2Transformer3DModel", FLOW,
+        {
+            "num_attention_heads": 40, "attention_head_dim": 128, "num_layers": 40,
+            "ffn_dim": 13824, "text_dim": 4096,
+        },
+        {"num_frames": 49, "height": 544, "width": 960}, (226, "text_dim"),
+        small={"ffn_dim": 64},
+    ),
+    "qwen-image": Model(
+        "QwenImagePipeline", "QwenImageTransformer2DModel", FLOW,
+        {
+            "num_attention_heads": 24, "attention_head_dim": 128, "num_layers": 60,
+            "joint_attention_dim": 3584,
+        },
+        {"height": 1024, "width": 1024}, (226, "joint_attention_dim"), "prompt_embeds_mask",
     ),
 }  # fmt: skip
 
 
 def tiny(model: Model) -> Model:
     """Small model of the same kind, for a run of the script itself."""
-    text = "max_text_seq_length" if "max_text_seq_length" in model.config else "max_sequence_length"
-    small = {"num_attention_heads": 2, "num_layers": 2, "text_embed_dim": 32, text: 16}
-    if "sample_width" in model.config:
-        small |= {"sample_width": 24, "sample_height": 16, "sample_frames": 17}
-    size = {"num_frames": 17 if "sample_width" in model.config else 25}
-    size |= {"height": 128, "width": 192}
-    return replace(model, config=model.config | small, size=size, text=16)
+    small = {"num_attention_heads": 2, "num_layers": 2, model.prompt[1]: 32, **model.small}
+    size = {"height": 128, "width": 192} | (
+        {"num_frames": 17} if "num_frames" in model.size else {}
+    )
+    return replace(model, config=model.config | small, size=size)
 
 
 @dataclass(frozen=True)
@@ -128,7 +126,7 @@ class Sampler:
 
     @classmethod
     def of(cls, model: Model, device: torch.device) -> Sampler:
-        diffusers = _diffusers()
+        diffusers = importlib.import_module("diffusers")
         torch.manual_seed(0)
         before = torch.get_default_dtype()
         torch.set_default_dtype(torch.bfloat16)  # 10 billion weights have no room in float32
@@ -138,11 +136,18 @@ class Sampler:
         finally:
             torch.set_default_dtype(before)
         transformer = transformer.to(device, torch.bfloat16).eval().requires_grad_(False)
-        pipe, more = model.make(transformer, device)
+        pipe = getattr(diffusers, model.pipeline)(
+            transformer=transformer,
+            scheduler=getattr(diffusers, model.scheduler)(),
+            **dict.fromkeys(("tokenizer", "text_encoder", "vae")),
+        )
         pipe.set_progress_bar_config(disable=True)
-        shape = (1, model.text, model.config["text_embed_dim"])
+        tokens, width = model.prompt
+        shape = (1, tokens, model.config[width])
         prompt = torch.randn(shape, dtype=torch.bfloat16, device=device)
-        given = {"prompt_embeds": prompt, "guidance_scale": 1.0, **model.size, **more}
+        given = {"prompt_embeds": prompt, "guidance_scale": 1.0, **model.size}
+        if model.mask is not None:
+            given[model.mask] = torch.ones(1, tokens, dtype=torch.bool, device=device)
         return cls(pipe, given, device)
 
     def seconds(self, steps: int) -> tuple[float, Tensor]:

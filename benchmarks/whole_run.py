@@ -4,6 +4,7 @@
 COMFYUI_DIR=<checkout> python -m benchmarks.whole_run [--models mochi,flux] [--topk 0.2]
     [--mode "auto quality" --quality high fast] [--again] [--start-percent 0.2 0.1] [--steps 20]
 COMFYUI_DIR=<checkout> python -m benchmarks.whole_run --models wan22 --cfg 3.5 [--one-by-one]
+    [--frames 61]
 COMFYUI_DIR=<checkout> python -m benchmarks.whole_run --models wan --with easycache compile int8 fp8
 
 The models have random weights, and the sampler is ComfyUI's own: Euler. run_seconds is the time of
@@ -159,6 +160,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--pvthreshd", type=float, default=50.0)
     parser.add_argument("--start-percent", type=float, nargs="+", default=[0.2])
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--frames", type=int, help="of the latent, instead of the model's own")
     parser.add_argument("--cfg", type=float, default=1.0)
     parser.add_argument("--one-by-one", action="store_true", help="prompts in calls of their own")
     parser.add_argument("--with", nargs="+", choices=COMPANIONS, default=[], dest="companions")
@@ -193,6 +195,10 @@ def main() -> None:
         write(config="kernel warm-up", seconds=round(host.warm_up_seconds(), 2))
     for name in args.models.split(","):
         model = MODELS[name].made_tiny() if args.tiny else MODELS[name]
+        if args.frames:
+            channels, _, *size = model.latent
+            shape = f"{model.shape}, {args.frames} latent frames"
+            model = replace(model, shape=shape, latent=[channels, args.frames, *size])
         measure_calls(host, model, args, write)
         host.forget()
 
