@@ -94,7 +94,9 @@ def measure_calls(host: Host, model: VideoModel, args: argparse.Namespace, write
         for run in node_runs(args):
             sampling = Sampling(args.steps, args.cfg, args.one_by_one)
             if run.widgets is None and args.again:
-                host.sample(model, patchers, replace(sampling, steps=WARM_UP_STEPS))
+                host.sample(
+                    model, patchers, replace(sampling, steps=WARM_UP_STEPS), None, companion
+                )
             runs = 1 + ((args.again and run.widgets is not None) or companion is COMPILED)
             sampled = host.sample(model, patchers, sampling, run.widgets, companion, runs)
             line = timed(sampled)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from .compiling import transform_level
+from .compiling import constant_in_graphs, transform_level
 from .errors import KernelBuildError
 from .kernels import DriverError, capabilities
 from .kernels.warmup import why_no_kernel
@@ -119,7 +119,12 @@ def _why_machine_cannot(device: torch.device) -> str:
             return "torch.func or torch.vmap transforms the call"
         if device in _given_up:
             return _given_up[device]
-    return "" if device.type == "cpu" else str(capabilities(device).reason)
+    return "" if device.type == "cpu" else _why_no_kernels(device)
+
+
+@constant_in_graphs
+def _why_no_kernels(device: torch.device) -> str:
+    return str(capabilities(device).reason)
 
 
 def give_up(device: torch.device, error: KernelBuildError | DriverError) -> Reason:

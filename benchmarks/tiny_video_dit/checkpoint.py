@@ -23,6 +23,7 @@ from benchmarks.tiny_video_dit.model import Config, VideoDiT
 
 WEIGHTS = "tiny_video_dit.safetensors"
 SHIPPED = Path(__file__).with_name(WEIGHTS)  # the trained weights of this repository
+STUDENTS = (4, 8)  # steps of the students that are shipped
 LEVELS = 19  # docs/experiments.md, Size of the small model's weights
 BASE = 2 * LEVELS + 1
 PLACES = (BASE * BASE, BASE, 1)  # of the numbers that share an int16
@@ -53,6 +54,11 @@ def save_lora(path: Path, tensors: Mapping[str, Tensor], training: Mapping[str, 
         path,
         {"training": json.dumps(training)},
     )
+
+
+def student(steps: int) -> Path:
+    """What the shipped student of so many steps adds to the weights."""
+    return SHIPPED.with_name(f"{steps}_steps.safetensors")
 
 
 def describe(path: Path) -> dict[str, Any]:

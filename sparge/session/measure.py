@@ -135,12 +135,15 @@ def _asking(rank: int, blocks: int) -> float:
 def kept_shares(order: TokenOrder, ranks: Sequence[int]) -> list[float]:
     """Shares of pairs that query blocks keep which ask for so many ranked blocks, in `whole_steps`.
     Where a query block's ranked blocks differ in size each counts as their mean."""
-    pairs = torch.outer(order.query_counts().cpu().double(), order.block_counts.cpu().double())
-    ranked = ~(order.queries_exact.cpu().unsqueeze(1) | order.keys_exact.cpu())
-    blocks, forced, of_ranked = ranked.sum(1), (~ranked).sum(1), (pairs * ranked).sum(1)
-    always, mean = (pairs.sum(1) - of_ranked).sum(), of_ranked / blocks.clamp(min=1)
+    # Vectors alone: of a matrix each sum would wake a thread of every core.
+    queries, keys = order.query_counts().cpu().double(), order.block_counts.cpu().double()
+    of_queries, of_keys = ~order.queries_exact.cpu(), ~order.keys_exact.cpu()
+    blocks = of_queries * of_keys.sum()  # ranked ones of each query block
+    forced, of_ranked = len(keys) - blocks, queries * of_queries * (keys * of_keys).sum()
+    pairs, mean = queries.sum() * keys.sum(), of_ranked / blocks.clamp(min=1)
+    always = pairs - of_ranked.sum()
     taken = [whole_steps(torch.full_like(blocks, rank), forced).minimum(blocks) for rank in ranks]
-    return [float((always + (mean * each).sum()) / pairs.sum()) for each in taken]
+    return [float((always + (mean * each).sum()) / pairs) for each in taken]
 
 
 @dataclass(frozen=True, eq=False)

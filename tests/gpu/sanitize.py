@@ -49,7 +49,7 @@ LEFT_OUT = re.compile(
     "|no_memory_for|sampling_takes|waits_for|test_soak"
 )
 #: Graph capture may not allocate, as torch does without its cache.
-NEEDS_CACHE = re.compile("cuda_graph")
+NEEDS_CACHE = re.compile("cuda_graph|rules_of_a_caller")
 SUMMARY = re.compile(r"(?:RACECHECK SUMMARY: (\d+) hazard|ERROR SUMMARY: (\d+) error)")
 #: Not at the start of a line alone: pytest's dots may come between.
 HOST_COPY = re.compile(r"=+ +Uninitialized access to \S+ on access by cudaMemcpy")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from .gate import FULL, SMALL, Found, dropped
+from .gate import FEW, FULL, SMALL, Found, Gate, dropped
 from .mechanisms import MECHANISMS
 
 
@@ -33,11 +33,16 @@ def main() -> None:
     parser.add_argument("--off", nargs="+", default=[], choices=["all", *MECHANISMS])
     parser.add_argument("--store", action="store_true")
     options = parser.parse_args()
-    gate = FULL if torch.cuda.is_available() else SMALL
+    few = [] if options.trained else FEW.values()
+    for gate in [FULL, *few] if torch.cuda.is_available() else [SMALL]:
+        report(gate, options)
+
+
+def report(gate: Gate, options: argparse.Namespace) -> None:
     clips = gate.dense(options.trained)
     began = time.perf_counter()
     found = gate.found(clips)
-    print(line("as it is", found, time.perf_counter() - began), flush=True)
+    print(line(gate.name, found, time.perf_counter() - began), flush=True)
     if options.store and options.trained is None:
         gate.store(found)
     for density in gate.budgets:

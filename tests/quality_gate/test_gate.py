@@ -11,8 +11,8 @@ import torch
 
 from benchmarks.quality.dit import TRAIN, DenseRun
 
-from .gate import FULL, SMALL, Gate, behind_drop, below_floors
-from .mechanisms import MECHANISMS
+from .gate import FEW, FULL, SMALL, Gate, behind_drop, below_floors
+from .mechanisms import MECHANISMS, level_densities
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +35,18 @@ def test_auto_keeps_its_quality_on_a_small_clip(one_thread: None) -> None:
 @torch.no_grad()
 def test_auto_keeps_its_quality(full_clips: list[DenseRun]) -> None:
     assert misses(FULL, full_clips) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("steps", FEW)
+@torch.no_grad()
+def test_auto_keeps_its_quality_in_few_steps(steps: int) -> None:
+    gate = FEW[steps]
+    clips = gate.dense()
+    assert misses(gate, clips) == []
+    if steps == 8:
+        with level_densities():
+            assert list(below_floors(gate.found(clips), gate.floors())) != []
 
 
 @pytest.mark.gpu

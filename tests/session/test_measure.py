@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from sparge.head_settings import HeadSettings, Router
 from sparge.order.grid import EMPTY, TokenGrid, TokenOrder, grid_order, raster_order
@@ -20,6 +21,7 @@ from sparge.session.choose import Curves
 from sparge.session.measure import (
     POOL_WEIGHTS,
     ROW_STEP,
+    Candidates,
     MeasuredCall,
     Sums,
     compared_rows,
@@ -222,3 +224,21 @@ def test_nothing_waits_from_measuring_to_settings(call: MeasuredCall) -> None:
             assert of_step(1).heads == call.q.shape[1]
     with pytest.raises(AssertionError, match="_local_scalar_dense"), NoWaits():
         sums.of_layers[0][0].sum().item()
+
+
+def test_candidates_of_a_long_clip_wake_no_threads_of_the_host() -> None:
+    """torch shares an operation on a CPU among all cores from so many numbers on: a busy host took
+    0.6 s for what one core does in 2 ms."""
+    order, largest = grid_order(TokenGrid(28, 30, 53, suffix=256)), 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None) -> Any:
+            nonlocal largest
+            out = function(*args, **(kwargs or {}))
+            sizes = [x.numel() for x in tree_leaves((args, out)) if isinstance(x, Tensor)]
+            largest = max(largest, *sizes, 0)
+            return out
+
+    with Watch():
+        Candidates.of(order, torch.device("cpu"))
+    assert 0 < largest < 32_768
