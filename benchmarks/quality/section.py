@@ -35,6 +35,8 @@ class Part:
 PARTS = {
     "quality-dino": Part("dino ", "rel_l2", 3),
     "quality-dit": Part("dit clips "),
+    "quality-4-steps": Part("dit of 4 steps clips "),
+    "quality-8-steps": Part("dit of 8 steps clips "),
     "quality-comfyui": Part("dit comfyui clips "),
     "quality-seed-1": Part("dit of seed 1 clips "),
     "quality-seed-2": Part("dit of seed 2 clips "),
