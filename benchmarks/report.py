@@ -130,7 +130,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "speed-others": other_speeds,
     "speed-h100": lambda: summary("H100", _speeds(SPEEDS_H100), None) + source(SPEEDS_H100),
     **{name: lambda part=part: part_table(quality.read(), part) for name, part in PARTS.items()},
-    "quality-targets": lambda: targets_table(quality.read()),
+    **{
+        name.replace("quality", "targets"): lambda part=part: targets_table(quality.read(), part)
+        for name, part in PARTS.items()
+    },
 }
 
 

@@ -74,9 +74,9 @@ def part_table(rows: Iterable[Row], part: Part) -> str:
     return table(header, lines) + _places(rows)
 
 
-def targets_table(rows: Iterable[Row]) -> str:
+def targets_table(rows: Iterable[Row], part: Part) -> str:
     """Table of the node's own targets."""
-    rows = _latest(of_targets(rows), PARTS["quality-dit"].begins)
+    rows = _latest(of_targets(rows), part.begins)
     found = {row["target"]: row for row in sorted(rows, key=by_kernels)}
     shown = {name: found[target] for name, target in TARGETS.items() if target in found}
     header = [
