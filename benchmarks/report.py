@@ -131,8 +131,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "speed-h100": lambda: summary("H100", _speeds(SPEEDS_H100), None) + source(SPEEDS_H100),
     **{name: lambda part=part: part_table(quality.read(), part) for name, part in PARTS.items()},
     **{
-        name.replace("quality", "targets"): lambda part=part: targets_table(quality.read(), part)
-        for name, part in PARTS.items()
+        f"targets-{data}": lambda data=data: targets_table(quality.read(), PARTS[f"quality-{data}"])
+        for data in ("dit", "4-steps", "8-steps")
     },
 }
 
