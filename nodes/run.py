@@ -58,7 +58,7 @@ class Run(Session):
         to_sigma = patcher.get_model_object("model_sampling").percent_to_sigma
         super().__init__(
             settings,
-            SigmaWindow.of(settings.start_percent, settings.end_percent, to_sigma),
+            SigmaWindow.of(settings, to_sigma),
             schedule,
             exact=exact_backend(),
             untracked=untracked_allocations,

@@ -23,12 +23,14 @@ from sparge import (
 )
 from sparge.kernels import Element
 from sparge.kernels.params import HOPPER_ATTEND
+from sparge.session.measure_kernels import on_kernels
 from sparge.stages import on_reference, prepared
 from sparge.stages.key_mean import LEAST_KEYS, STRIDE
 from sparge.stages.kind import CallTensors, TensorFacts
 from sparge.stages.quantize_grid import LONGEST_AXIS, QuantizeGrid
 from sparge.stages.workspace import CallShape, WorkspaceLayout
 from tests.pretended_gpu import PretendedGpu
+from tests.session.parts import measured_call
 
 attention: Any = sparge.attention
 GRID = TokenGrid(4, 10, 16)
@@ -273,3 +275,10 @@ def test_runs_of_whole_heads_fit_the_grid(shape: CallShape) -> None:
 def test_more_heads_of_one_key_head_than_an_axis_are_refused() -> None:
     with pytest.raises(Unsupported, match="65534 query heads share 1 key heads"):
         grid_of(CallShape(1, LONGEST_AXIS - 1, 1, 10, 10, 64))
+
+
+def test_every_parameter_of_a_measurement_is_given(make_qkv, pretended_gpu: PretendedGpu) -> None:
+    qkv = make_qkv(1, 2, GRID.tokens, 64)
+    on_kernels(measured_call(qkv, grid_order(GRID), (0, 2)), with_truth=True)
+    entries = [each.spec.entry for each in pretended_gpu.launched]
+    assert entries == ["means", *2 * ["quantize", "route", "attend_hopper", "score"]]

@@ -22,9 +22,8 @@ from .tokens import LayerSpans
 #: edge (20 steps, start_percent 0.2), where the float32 schedule and the float64 edge differ in the
 #: last bits: this is above that, below a step.
 SAME_SIGMA = 1e-5
-#: Least number of steps between two choices, and steps between them where nobody knows how many
-#: come.
-LEAST_STEPS, UNKNOWN_STEPS = 6, 16
+#: Steps between two choices where nobody knows how many come.
+UNKNOWN_STEPS = 16
 #: Choices in a run of many steps.
 CHOICES = 3
 
@@ -171,7 +170,7 @@ def budgets(mean: float, steps: int, least: float = 0.0) -> list[float]:
 def next_choice(step: int, steps: int | None, left: int) -> int | None:
     """Sparse step where heads are chosen anew after a choice in this one, of so many; None where
     none follows. The last step alone gets none. left: choices to come."""
-    interval = UNKNOWN_STEPS if steps is None else max(LEAST_STEPS, -(-steps // CHOICES))
+    interval = UNKNOWN_STEPS if steps is None else -(-steps // CHOICES)
     following = step + interval
     return following if left and (steps is None or following < steps - 1) else None
 
@@ -191,16 +190,15 @@ class SigmaWindow:
         return self.start == math.inf and self.end == 0.0
 
     @classmethod
-    def of(
-        cls, start_percent: float, end_percent: float, to_sigma: Callable[[float], float]
-    ) -> SigmaWindow:
+    def of(cls, settings: Settings, to_sigma: Callable[[float], float]) -> SigmaWindow:
         """Turns percent into sigma.
 
         The edges 0 and 1 are open: model samplings disagree about the sigma they give them.
         """
-        start = float(to_sigma(start_percent)) if start_percent > 0 else math.inf
-        end = float(to_sigma(end_percent)) if end_percent < 1 else 0.0
-        return cls(start, end, start_percent, end_percent)
+        first, last = settings.start_percent, settings.end_percent
+        start = float(to_sigma(first)) if first > 0 else math.inf
+        end = float(to_sigma(last)) if last < 1 else 0.0
+        return cls(start, end, first, last)
 
     def step(self, step: Step, sigma: float, schedule: Sequence[float]) -> Step:
         """Step at a noise level, with what follows from that."""

@@ -69,8 +69,3 @@ MECHANISMS: dict[str, Off] = {
     "measuring again": lambda: patch.object(heads, "AGAIN", 0),
     "error routing": _ranked_by_mass,
 }
-
-
-def level_densities() -> AbstractContextManager[Any]:
-    """Switches off that densities fall from step to step, which clips of eight steps show."""
-    return patch.object(heads, "budgets", lambda mean, *_: [mean])

@@ -91,9 +91,10 @@ def test_steps_that_nobody_knows_count_by_their_number() -> None:
 
 
 def test_open_edges_hold_whatever_a_model_sampling_calls_its_ends() -> None:
-    window = SigmaWindow.of(0.0, 1.0, lambda x: 0.5 if x in (0.0, 1.0) else 1 - x)
+    whole, part = (Settings(start_percent=x, end_percent=y) for x, y in ((0.0, 1.0), (0.2, 0.9)))
+    window = SigmaWindow.of(whole, lambda x: 0.5 if x in (0.0, 1.0) else 1 - x)
     assert window.is_everything and not WINDOW.is_everything
-    assert SigmaWindow.of(0.2, 0.9, lambda x: 1 - x) == replace(WINDOW, end=1 - 0.9)
+    assert SigmaWindow.of(part, lambda x: 1 - x) == replace(WINDOW, end=1 - 0.9)
 
 
 @pytest.mark.parametrize(

@@ -297,9 +297,7 @@ class Handle:
         steps = len(self._steps)
         settings = self._settings
         # The window goes by noise levels, and here by shares of the steps.
-        window = SigmaWindow.of(
-            settings.start_percent, settings.end_percent, lambda percent: steps * (1 - percent)
-        )
+        window = SigmaWindow.of(settings, lambda percent: steps * (1 - percent))
         schedule = [float(steps - step) for step in range(steps)]
         run = self._run = PipelineRun(settings, window, schedule)
         if isinstance(self._policy, SparsePolicy):
