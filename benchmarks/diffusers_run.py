@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Seconds of whole sampling runs in pipelines of diffusers, as they are and with sparse attention.
 
-python -m benchmarks.diffusers_run [--models cogvideox-2b mochi] [--steps 20] [--topk 0.2]
+python -m benchmarks.diffusers_run [--models cogvideox-2b qwen-image] [--steps 20] [--topk 0.2]
     [--start-percent 0.1] [--native-steps 10] [--mochi-frames 85] [--compile] [--flash]
     [--out FILE]
 python -m benchmarks.diffusers_run --tiny --device cpu    # the script itself, in seconds
@@ -179,7 +179,8 @@ def measure(name: str, model: Model, args: argparse.Namespace) -> dict[str, Any]
     """Row of one model: its times, and what the handle says."""
     sampler = Sampler.of(model, args.device)
     if args.compile:
-        for block in sampler.pipe.transformer.transformer_blocks:
+        transformer = sampler.pipe.transformer
+        for block in getattr(transformer, "transformer_blocks", None) or transformer.blocks:
             block.compile()
     native = sampler.warm_seconds(args.native_steps)
     with mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", _free_attention):

@@ -85,6 +85,7 @@ def _is_of_the_readme(row: Row) -> bool:
         and row["steps"] == 20
         and (row["model"] == "flux" or row["start_percent"] == 0.1)
         and row["model"] in list(NAMES)[:4]
+        and "latent frames" not in row["shape"]
     )
 
 

@@ -199,7 +199,9 @@ def main() -> None:
         model = MODELS[name].made_tiny() if args.tiny else MODELS[name]
         if args.frames:
             channels, _, *size = model.latent
-            shape = f"{model.shape}, {args.frames} latent frames"
+            if len(size) != 2:
+                raise SystemExit(f"{name} has no frames: leave out --frames or this model.")
+            shape = f"{args.frames} latent frames of {model.shape}"
             model = replace(model, shape=shape, latent=[channels, args.frames, *size])
         measure_calls(host, model, args, write)
         host.forget()

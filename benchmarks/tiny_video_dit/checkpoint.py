@@ -76,7 +76,8 @@ def load_model(
 ) -> VideoDiT:
     """Loads the model of a weights' file, ready to sample. lora: file of what is added to it.
 
-    Raises ValueError where a tensor of the file is missing or is not one that `save` writes.
+    Raises ValueError where a tensor of the file is missing, of another shape or type, or not
+    finite.
     """
     model, stored = VideoDiT(Config(**describe(path)["model"])), load_file(path)
     tensors = {name: _loaded(stored, name, like) for name, like in model.state_dict().items()}
