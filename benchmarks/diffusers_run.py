@@ -61,7 +61,7 @@ class Model:
     prompt: tuple[int, str]
     mask: str | None = None
     small: Mapping[str, Any] = field(default_factory=dict)
-    """What a tiny model has instead."""
+    """Entries of `config` that a tiny model has instead."""
 
 
 FLOW = "FlowMatchEulerDiscreteScheduler"

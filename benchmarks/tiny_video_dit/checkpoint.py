@@ -57,7 +57,7 @@ def save_lora(path: Path, tensors: Mapping[str, Tensor], training: Mapping[str, 
 
 
 def student(steps: int) -> Path:
-    """What the shipped student of so many steps adds to the weights."""
+    """File of the LoRA that the shipped student of so many steps adds to the weights."""
     return SHIPPED.with_name(f"{steps}_steps.safetensors")
 
 

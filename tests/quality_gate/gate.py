@@ -53,7 +53,7 @@ class Gate:
     draws: int = 1
     """Draws of the query blocks that are measured: one moves a clip by up to 0.9 dB on a CPU."""
     student: Path | None = None
-    """What a student of so few steps adds to the weights."""
+    """LoRA of a student of so few steps."""
     lead: float = 3.0
     """Decibels that auto is ahead of plain dropping at the same density, at least."""
 
