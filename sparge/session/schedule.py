@@ -24,7 +24,7 @@ from .tokens import LayerSpans
 SAME_SIGMA = 1e-5
 #: Steps between two choices where nobody knows how many come.
 UNKNOWN_STEPS = 16
-#: Choices in a run of many steps.
+#: Choices in a run, at most.
 CHOICES = 3
 
 

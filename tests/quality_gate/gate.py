@@ -112,7 +112,12 @@ FULL = Gate("full clips", FULL_GRID, (0, 1, 2), budgets=(0.2, 0.3), targets=(0.0
 #: were chosen once (3672d8a).
 FEW = {
     steps: Gate(
-        *(f"{steps} steps", FULL_GRID, (0, 1, 2, 3), (0.2, 0.3), (0.05,), steps),
+        f"{steps} steps",
+        FULL_GRID,
+        seeds=(0, 1, 2, 3),
+        budgets=(0.2, 0.3),
+        targets=(0.05,),
+        steps=steps,
         student=student(steps),
         lead=2.0,
     )

@@ -227,8 +227,8 @@ def test_nothing_waits_from_measuring_to_settings(call: MeasuredCall) -> None:
 
 
 def test_candidates_of_a_long_clip_wake_no_threads_of_the_host() -> None:
-    """torch shares an operation on a CPU among all cores from so many numbers on: a busy host took
-    0.6 s for what one core does in 2 ms."""
+    """torch shares an operation on a CPU among all cores from so many numbers on, which is slow
+    where they are busy."""
     order, largest = grid_order(TokenGrid(28, 30, 53, suffix=256)), 0
 
     class Watch(TorchDispatchMode):
