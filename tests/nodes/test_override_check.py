@@ -20,7 +20,7 @@ CHANGES = "another node changes this attention"
 CHECKING = "checking another node's attention"
 ALL = {"topk": 1.0, "start_percent": 0.0}
 #: Noise levels of runs in which every step may be sparse.
-LEVELS = [0.9 - 0.05 * step for step in range(12)]
+LEVELS = [0.9 - 0.05 * step for step in range(14)]
 
 
 def setting(override):
@@ -83,7 +83,7 @@ def test_a_prompt_that_comes_later_tells_for_itself(session, patch, runs, step):
 
 
 def test_one_that_begins_to_act_is_found_and_every_layer_tells_again(sampled, step):
-    begins = only_where(temperature, lambda options: float(options["level"]) < 0.7)
+    begins = only_where(temperature, lambda options: float(options["level"]) < 0.58)
 
     def telling(attend):
         attend.options["level"] = telling.levels.pop(0)
@@ -92,7 +92,7 @@ def test_one_that_begins_to_act_is_found_and_every_layer_tells_again(sampled, st
     telling.levels = list(LEVELS)
     got = sampled(telling, LEVELS, prepared=setting(override_of(begins)), **ALL)
     reasons = got.counts.reasons
-    # From step 5 on it acts, which the layer of step 9 tells; the other one in the step after.
+    # From step 7 on it acts, which the layer of step 11 tells; the other one in the step after.
     assert reasons == {CHECKING: BLOCKS + 1 + 1 + 1, CHANGES: 1 + BLOCKS}
     assert got.counts.sparse == len(LEVELS) * BLOCKS - reasons.total()
 

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("reference_allowed")
 KEY, CASES = "optimized_attention_override", 16
 LEVELS = [0.95 - 0.07 * step for step in range(13)]
 #: Steps until one layer is compared again, and all are.
-NOTICED = 9
+NOTICED = 7
 #: Relative error of a call by a plain 8-bit backend and by ours, one against the other.
 TWO_TIMES_EIGHT_BIT = 0.12
 MODES = ("manual", "auto budget")
