@@ -43,7 +43,8 @@ constexpr int kKeyPartBytes = kTileBytes / kKeyParts;
 constexpr int kStepBytes = 2 * kStepBlocks * kTileBytes;
 constexpr int kQueryTileBytes = kGroupRows * kKeyRowBytes;
 constexpr int kItems = 2;  // work items whose queries are in shared memory: one at work, one that is being read
-constexpr int kFeederThreads = (kGroupWarps - 1) * kWarpSize;
+constexpr int kFeederWarps = kGroupWarps - 1;
+constexpr int kFeederThreads = kFeederWarps * kWarpSize;
 static_assert(kStepBlocks == 2, "the producer pairs blocks, and a vote has two bits");
 
 // Parts of a stage that arrive and are given back each by itself. 16-bit tiles leave room for two stages at head_dim 128, so
@@ -124,7 +125,6 @@ struct Queries {
   float zero_if_finite;          // 16 bits: NaN where a key or a value of the head is not finite
   i32 token[kQueryBlock];        // -1: none
   alignas(16) float v_mean[kHeadDim], v_scale[kHeadDim];
-  alignas(16) float balance[kHeadDim];  // where the head is balanced
   // Arrivals at asked: the feeder's first thread, once `work` is there; at ready: each feeder thread; at free: each consumer
   // thread. The parity starts at 0, as in the ring of stages.
   u64 asked, ready, free;
@@ -163,8 +163,9 @@ static_assert(kSixteenBits || kStages == kMostStages, "what else takes shared me
 static_assert(kStages >= 2, "a warpgroup waits for the step after the one it reads before it frees that");
 
 // Query rows as the tensor holds them, on their way to INT8. Eight lanes that read their shares of two rows touch all banks at
-// once, as rows are a share longer. Nobody uses the row that 16 bits have.
+// once, as rows are a share longer. Nobody uses the row, and the balance, that 16 bits have.
 constexpr int kRawRows = kSixteenBits ? 1 : kQueryBlock;
+constexpr int kBalances = kSixteenBits ? 1 : kFeederWarps;
 constexpr int kRowChunks = kHeadDim / kLaneChannels;
 constexpr int kShare = 4;  // lanes that quantize a row
 
@@ -177,6 +178,7 @@ struct alignas(kSwizzleBytes) Smem {
   u32 skipped_pairs[kConsumerGroups];  // by the PV filter
   u32 never_read;                      // see Consumer::settle
   Chunk raw[kRawRows][kRowChunks + kShare];
+  float balance[kBalances][kHeadDim];  // of the head, where it is balanced: each feeder warp fills and reads its own
 
   // Offset in bytes, so that the address of a stage takes an addition and no product.
   SPARGE_DEVICE Stage& stage_at(u32 offset) { return *reinterpret_cast<Stage*>(reinterpret_cast<u8*>(stage) + offset); }

@@ -81,7 +81,6 @@ struct QueryRows {
   }
 
  private:
-  static constexpr int kFeederWarps = kGroupWarps - 1;
   static constexpr int kRows = kWarpSize / kRowChunks;  // rows that a warp reads by one load
   static constexpr int kGroup = kWarpSize / kShare;     // rows that a warp quantizes at once
   static constexpr int kChunks = kRowChunks / kShare;   // chunks of a row that a lane quantizes
@@ -115,11 +114,12 @@ struct QueryRows {
       rows.fetch(smem.raw[row][ptx::thread_index() % kRowChunks], queries.token[row], channel());
   }
 
+  SPARGE_DEVICE float* balance_of_warp() const { return smem.balance[feeder_thread() / kWarpSize]; }
+
   SPARGE_DEVICE void rotate() const {
-    // By each warp: all of them store the same.
 #pragma unroll 1
     for (i32 at = ptx::thread_index() % kWarpSize; at < kHeadDim; at += kWarpSize)
-      queries.balance[at] = p.balance[queries.work.kv_at * kHeadDim + at];
+      balance_of_warp()[at] = p.balance[queries.work.kv_at * kHeadDim + at];
     __syncwarp();
     if (rows.half())
       rotate_groups<DType::kFp16>();
@@ -130,7 +130,7 @@ struct QueryRows {
   // Volatile: each factor is read when it is needed, for there are no registers for eight.
   template <DType kType>
   SPARGE_DEVICE void rotate_groups() const {
-    const volatile float* balance = queries.balance + channel();
+    const volatile float* balance = balance_of_warp() + channel();
 #pragma unroll 1
     for (i32 load = 0, row; (row = row_of(load)) < kQueryBlock; ++load)
       rotate_queries<kType>(smem.raw[row][ptx::thread_index() % kRowChunks], balance);
