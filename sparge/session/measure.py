@@ -201,10 +201,8 @@ class Sums:
         self.of_layers[layer] = new
         self.blocks[layer] = self.blocks.get(layer, 0) + blocks
 
-    def or_else(self, earlier: Sums | None) -> Sums:
+    def or_else(self, earlier: Sums) -> Sums:
         """These, with earlier ones of the layers where nothing was measured, or nothing finite."""
-        if earlier is None:
-            return self
         both = Sums()
         both.of_layers = {**earlier.of_layers}
         both.blocks = {**earlier.blocks, **self.blocks}
