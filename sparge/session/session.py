@@ -18,6 +18,7 @@ Frameworks that split a step into passes of their own begin a `Pass` for each.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
@@ -459,9 +460,11 @@ class Pass:
     ) -> DenseOnce:
         """Dense result of a call, which measuring takes, too."""
         timed = decision.kind is Kind.SELF and not padded
-        exact = partial(self._hand_on, dense)
-        if timed and self.unusable is None:
-            exact = partial(self._exact, call, exact)
+        is_told = timed and self.unusable is None
+
+        def exact() -> Tensor:
+            with self.record.timed(Backend.EXACT, call) if is_told else nullcontext():
+                return self._hand_on(dense)
 
         def eight_bit() -> Tensor | None:
             if (self.unusable or decision.why_exact) is not None or call.mask is not None:
@@ -563,8 +566,9 @@ class Pass:
             session, grid, times = self.session, self.layout.sequence(call.query_tokens), None
             with session.untracked(), session.failures.caught("attention was not timed"):
                 times = times_of(call, session.exact, grid)
-            exact = session.exact_dense or not call.is_timed
-            self._times[decision] = times and replace(times, exact_dense=exact)
+            if times is not None and (session.exact_dense or not call.is_timed):
+                times = replace(times, eight_bit=math.inf)
+            self._times[decision] = times
         return self._times[decision]
 
     def _eight_bit(self, call: Call, decision: Decision, row: int | None) -> Tensor | None:
@@ -585,11 +589,6 @@ class Pass:
         ):
             return call.eight_bit()
         return None
-
-    def _exact(self, call: Call, compute: Dense) -> Tensor:
-        """Exact result of a self-attention call, which the report tells the time of."""
-        with self.record.timed(Backend.EXACT, call):
-            return compute()
 
     def _hand_on(self, dense: Dense) -> Tensor:
         """Runs the dense path. Should it lead back here, that inner call goes straight on."""
