@@ -63,7 +63,6 @@ class Counts:
     """Most tokens of a call by its reason."""
     reached: bool = False
     """Whether a call of the clip's self-attention came, or no clip is known."""
-    _has_grid: bool = field(default=False, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     @property
@@ -77,7 +76,7 @@ class Counts:
     @property
     def missing(self) -> bool:
         """Whether other calls came, and none of the clip's self-attention."""
-        return bool(self._has_grid and not self.reached and self.finished and self.calls)
+        return bool(not self.reached and self.finished and self.calls)
 
     @property
     def main_reason(self) -> Reason | None:
@@ -90,7 +89,7 @@ class Counts:
         with self._lock:
             self.passes += 1
             self.family = family
-            self._has_grid, self.reached = grid is not None, self.reached or grid is None
+            self.reached |= grid is None
             self.grid_tokens = max(self.grid_tokens, math.prod(grid) if grid else 0)
 
     def end_pass(self, may_be_sparse: bool) -> None:
