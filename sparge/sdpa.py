@@ -151,19 +151,14 @@ class Substitute:
         if options is None or (padded and ("order" in options or "block_mask" in options)):
             count_exact(self.stats, why or (BY_RULE if options is None else PADDED))
             return None
-        return self.tried(call.query.device, lambda: self._attend(call, options))
-
-    def tried(self, device: torch.device, attend: Callable[[], Tensor]) -> Tensor | None:
-        """Sparse result of attend(), or None where it is refused or has no kernels, which is
-        counted."""
         try:
-            return attend()
+            return self._attend(call, options)
         except ValueError as error:
             # A sentence with sizes cannot be made where a graph leaves them open.
             traced = torch.compiler.is_compiling()
             why = "sparge.attention refused it" if traced else str(error)
         except NO_KERNEL as error:
-            why = give_up(device, error)
+            why = give_up(call.query.device, error)
         count_exact(self.stats, why)
         return None
 
