@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from .device import Capability, capabilities
 from .driver import DriverError, Kernel
-from .loader import get_kernel, warm
+from .loader import get_kernel, load_all, warm
 from .spec import Element, KernelSpec, all_specs, native_element, pv_filter_saves
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "all_specs",
     "capabilities",
     "get_kernel",
+    "load_all",
     "native_element",
     "pv_filter_saves",
     "warm",

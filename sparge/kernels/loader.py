@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import suppress
 from itertools import islice
@@ -28,7 +28,6 @@ from .store import Store
 logger = logging.getLogger("sparge")
 
 Progress = Callable[[int, int, str], None]
-SpecsOf = Callable[[str], Iterable[KernelSpec]]
 
 #: Errors of a driver that is given a file that is not what it seems to be.
 _REFUSALS = {
@@ -62,32 +61,31 @@ def get_kernel(spec: KernelSpec, device_index: int) -> Kernel:
 
 def warm(
     device: torch.device | str | int,
-    specs: Iterable[KernelSpec] | SpecsOf = native_specs,
+    specs_of: Callable[[str], Sequence[KernelSpec]] = native_specs,
     progress: Progress | None = None,
 ) -> None:
-    """Compile what is missing, side by side, and load it. Default: all a user's call can reach.
-
-    ``specs`` that are a function of the target let the GPU's next one take over where kernels of
-    the first do not compile, unless calls use it already. ``progress`` is called in this thread
-    with (kernels ready, kernels in all, id of the last). Raises as ``get_kernel`` does.
-    """
+    """Loads the kernels that a device needs of its target: by default all that a user's call can
+    reach. Where they do not compile the device's next target takes over, unless calls use this one
+    already. Raises as ``get_kernel`` does."""
     index = cuda_index(as_device(device))
     while True:
         capability = capabilities(device)
         if not capability.usable:
             raise Unsupported(capability.reason)
         try:
-            _get_all(specs(capability.arch) if callable(specs) else specs, index, progress)
+            load_all(specs_of(capability.arch), index, progress)
         except KernelBuildError as error:
-            if not callable(specs) or not pass_over(capability.arch, device, error):
+            if not pass_over(capability.arch, device, error):
                 raise
         else:
-            if use(capability.arch, device) or not callable(specs):
+            if use(capability.arch, device):
                 return
 
 
-def _get_all(specs: Iterable[KernelSpec], index: int, progress: Progress | None) -> None:
-    wanted = list(specs)
+def load_all(wanted: Sequence[KernelSpec], index: int, progress: Progress | None = None) -> None:
+    """Compiles what is missing on the GPU of this index, side by side, and loads it. progress: is
+    called in this thread with (kernels ready, kernels in all, id of the last). Raises as
+    ``get_kernel`` does."""
     if any((spec, index) not in _kernels for spec in wanted):
         _compile_in_processes(wanted)
     elif progress is None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..errors import KernelBuildError, Unsupported
-from ..kernels import Kernel, capabilities, warm
+from ..kernels import Kernel, capabilities, load_all
 from ..kernels.device import pass_over, use
 from .kind import CallKind, CallRules, CallTensors, result_size
 from .launches import RESULTS, Launches, raw_stream
@@ -72,9 +72,9 @@ class PreparedCall:
 
     def __init__(self, kind: CallKind, arch: str) -> None:
         launches = Launches(kind, arch)
-        warm(kind.device, launches.specs)
         self.kind, self.layout = kind, launches.layout
         self._arch, self._device_index = arch, kind.device.index or 0
+        load_all(launches.specs, self._device_index)
         shape = kind.shape
         self._lse_size = (shape.batch, shape.heads, kind.query_tokens)
         self._out_size = result_size(kind.rules.out_layout, (*self._lse_size, shape.channels))
