@@ -43,23 +43,22 @@ find = _kept.get
 
 
 def prepare(key: Hashable, tensors: CallTensors, rules: CallRules) -> PreparedCall:
-    """Prepares calls of a kind, by one of them that was checked, with tensors (B, H, N, D).
+    """Prepares calls of a kind, by one of them that was checked, with tensors (B, H, N, D), on a
+    GPU that has kernels.
 
     Where its kernels do not compile and no call uses this target yet, the next one takes over.
     Raises Unsupported and KernelBuildError.
     """
     kind = CallKind.of(tensors, rules)
     while True:
-        capability = capabilities(kind.device)
-        if not capability.usable:
-            raise Unsupported(capability.reason)
+        arch = capabilities(kind.device).arch
         try:
-            prepared = PreparedCall(kind, capability.arch)
+            prepared = PreparedCall(kind, arch)
         except KernelBuildError as error:
-            if not pass_over(capability.arch, kind.device, error):
+            if not pass_over(arch, kind.device, error):
                 raise
             continue
-        if not use(capability.arch, kind.device):  # another thread passed it over meanwhile
+        if not use(arch, kind.device):  # another thread passed it over meanwhile
             continue
         with _keeping:
             while len(_kept) >= MOST_KEPT:
