@@ -9,7 +9,7 @@ from __future__ import annotations
 from .device import Capability, capabilities
 from .driver import DriverError, Kernel
 from .loader import get_kernel, load_all, warm
-from .spec import Element, KernelSpec, all_specs, native_element, pv_filter_saves
+from .spec import Element, KernelSpec, native_element, pv_filter_saves
 
 __all__ = [
     "Capability",
@@ -17,7 +17,6 @@ __all__ = [
     "Element",
     "Kernel",
     "KernelSpec",
-    "all_specs",
     "capabilities",
     "get_kernel",
     "load_all",
