@@ -426,17 +426,17 @@ class Heads:
 
 
 @dataclass(eq=False)
-class CallKind:
-    """Kind of calls that may be sparse: those of a pass which look alike share it."""
+class SparseTerms:
+    """Terms on which calls of a pass that look alike are sparse, found out at the first of them."""
 
     policy: SparsePolicy
     """With what stays exact at either end."""
     heads: Heads | None = None
-    """None where all heads follow one policy, or before they are measured."""
+    """None where all heads follow the policy, or before they are measured."""
     times: Times | None = None
     foretold: float | None = None
     """Seconds of an exact call; None where nobody timed those."""
     why_slower: Reason | None = None
-    """Reason why calls whose heads follow the policy would be slower sparse."""
+    """Why calls whose heads follow the policy would be slower sparse."""
     order: TokenOrder | None = None
-    """Token order of this step where all heads follow one policy."""
+    """Token order of this step where all heads follow the policy."""
