@@ -254,8 +254,8 @@ class Heads:
         dense: Callable[[], Tensor],
         timed: Untracked,
     ) -> None:
-        """Inside a call that is dense for now: measures it if it is to be, and if it may ever be
-        faster sparse. dense: gives its result. timed: context around measuring alone."""
+        """Measures a dense call, where this pass measures its layer and sparse calls may be faster.
+        dense: gives the call's result. timed: makes the context around measuring alone."""
         prompts = self._prompts_to_measure(row)
         if not prompts or self.refusal(row) is not None:
             return
@@ -285,8 +285,8 @@ class Heads:
         self._is_new |= self.settings is not None
 
     def measure_again(self, row: int, call: Call, out: Tensor) -> None:
-        """Inside a sparse call that gave `out`: measures the first prompt once, and the error of
-        what was computed. Without memory for it settings go on from what was measured before."""
+        """Measures a sparse call that gave `out`, once a layer: its first prompt as a dense call's,
+        and the error of `out`. Without memory for it the layer keeps what was measured before."""
         assert self._step is not None
         if (row, 0) in self._measured or 0 not in self._step.prompts:
             return

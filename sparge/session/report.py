@@ -204,7 +204,7 @@ class PassRecord:
         """Whether NaN stands in the result that was looked at. Waits for the device."""
         return self._nan is not None and bool(self._nan)
 
-    def times(self, call: Call) -> bool:
+    def can_time(self, call: Call) -> bool:
         """Whether a call is timed: a self-attention on a GPU that no CUDA graph records."""
         if self.device.type != "cuda" or call.key_tokens != call.query_tokens:
             return False
@@ -221,14 +221,15 @@ class PassRecord:
         return made
 
     def learns_exact_time(self, row: int | None, call: Call) -> bool:
-        """Whether a dense call is exact for its time's sake."""
-        return self.step == 0 and row in TIMED_LAYERS and self.times(call)
+        """Whether a dense call is computed exactly so that the run learns what that takes: in the
+        first step, of two layers."""
+        return self.step == 0 and row in TIMED_LAYERS and self.can_time(call)
 
     def timed(
         self, backend: Backend, call: Call, foretold: float | None = None
     ) -> AbstractContextManager[None]:
         """Context around work for a call, where it is timed."""
-        return Timed(self, backend, call, foretold) if self.times(call) else _UNTIMED
+        return Timed(self, backend, call, foretold) if self.can_time(call) else _UNTIMED
 
 
 _UNTIMED = nullcontext()

@@ -369,8 +369,10 @@ class Pass:
         why: Reason | None = None,
         held: Reason | None = None,
     ) -> Tensor:
-        """Result of a call, sparse when nothing speaks against it, else from dense(). why: reason
-        to be dense that is not looked for here. held: the same, of a call that may be measured."""
+        """Result of a call, sparse when nothing speaks against it, else from dense().
+
+        why: a framework's reason to be dense. held: the same, of a call that may be measured.
+        """
         if decision.is_of_clip:
             self.session.counts.reached = True
         why = self._why_dense(decision, layer) or why
@@ -401,9 +403,8 @@ class Pass:
         held: Reason | None,
         padded: bool = False,
     ) -> Tensor:
-        """Result of a call: sparse, or else dense, and counted. why: why it is dense. held: why it
-        is dense, though it may be measured. padded: dense() computes more than the call's tokens,
-        so its time says nothing of them."""
+        """Result of a call, which is counted. why, held: as in `serve`. padded: whether dense()
+        computes padding, too, so that its time is not the call's."""
         session, once, ruled = self.session, None, None
         if why is None and session.rule is not None:  # its errors are the caller's
             ruled = options_of(session.rule, call.as_torchs(layer.number, self.layout))
