@@ -185,9 +185,7 @@ class Heads:
         self._refusals: dict[int, Reason] = {}
         self._sums, self._known = Sums(), Sums()  # since the last choice, and those it was made of
         self._largest: dict[int, Tensor] = {}  # magnitude in dense results that were measured
-        self._made: dict[
-            int, Tensor
-        ] = {}  # (2, heads): squares of errors of sparse calls, of norms
+        self._made: dict[int, Tensor] = {}  # (2, heads): squares of sparse errors, of norms
         self._seen: dict[int, int] = {}  # query blocks measured of each layer so far
         self._measured: set[tuple[int, int]] = set()  # layers and prompts since the last choice
         self._is_new = False  # whether a layer was measured of which nothing was known
