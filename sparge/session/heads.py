@@ -91,12 +91,9 @@ class UnmeasuredOrders:
     def __init__(self) -> None:
         self._orders: set[TokenOrder] = set()
 
-    def of_step(self, shape: Shape, step: int, device: torch.device) -> TokenOrder | None:
-        if shape.grid is None:
-            return None
-        order = order_as_dealt(
-            unmeasured_order(shape.grid, step % VARIANTS), shape.grid, shape.ranks
-        )
+    def of_step(self, grid: TokenGrid, ranks: int, step: int, device: torch.device) -> TokenOrder:
+        """Order on the device of calls over a grid, whose tokens so many ranks share."""
+        order = order_as_dealt(unmeasured_order(grid, step % VARIANTS), grid, ranks)
         self._orders.add(order)
         return order.on(device)
 

@@ -107,7 +107,7 @@ class Session:
         # the cycle is found.
         self.note: Callable[[Reason], None] = self._notes.setdefault
         """Adds a remark to the report, once."""
-        self._dense_steps: int | None = None
+        self._dense_steps = 0
         self._sparse_steps: int | None = None
         self.heads = None if self.aim is None else RunHeads(self.aim, untracked, draw)
         """Heads of all calls; None where they all follow one policy."""
@@ -171,7 +171,7 @@ class Session:
         step: its number from 0. prompts: number of the prompt of each entry of the batch.
         """
         device = torch.empty(0, device=device).device  # with an index, as tensors have it
-        dense, sparse = self._dense_steps or 0, self._sparse_steps
+        dense, sparse = self._dense_steps, self._sparse_steps
         why_dense = None if step >= dense else Reason(f"one of the first {dense} steps")
         index = None if sparse is None else min(max(0, step - dense), max(0, sparse - 1))
         found = Step(prompts, step, why_dense, step == dense - 1, index, sparse)
@@ -296,8 +296,7 @@ class Pass:
             session.heads.begin_pass(self._place, self.step)
         elif self.step.why_dense is None:
             for grid in layout.expected:
-                shape = Shape(grid.tokens, 0, grid, layout.ranks)
-                session.orders.of_step(shape, self.step.number, self.device)
+                session.orders.of_step(grid, layout.ranks, self.step.number, self.device)
 
     @property
     def _may_measure(self) -> bool:
@@ -551,9 +550,10 @@ class Pass:
             terms.foretold = times.exact * call.q.shape[0]
         if session.heads is None and session.rule is None:  # nobody knows what a rule keeps
             terms.why_slower = times and times.why_policy_slower(policy)
-        if session.heads is None and terms.why_slower is None:
+        if session.heads is None and terms.why_slower is None and grid is not None:
+            step = self.step.number
             with session.untracked():
-                terms.order = session.orders.of_step(shape, self.step.number, self.device)
+                terms.order = session.orders.of_step(grid, layout.ranks, step, self.device)
         self._terms[decision] = terms
         return terms
 
