@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import suppress
 from itertools import islice
+from typing import TypeVar
 
 import torch
 
@@ -28,6 +29,7 @@ from .store import Store
 logger = logging.getLogger("sparge")
 
 Progress = Callable[[int, int, str], None]
+Made = TypeVar("Made")
 
 #: Errors of a driver that is given a file that is not what it seems to be.
 _REFUSALS = {
@@ -65,21 +67,27 @@ def warm(
     progress: Progress | None = None,
 ) -> None:
     """Loads the kernels that a device needs of its target: by default all that a user's call can
-    reach. Where they do not compile the device's next target takes over, unless calls use this one
-    already. Raises as ``get_kernel`` does."""
+    reach. Raises as ``get_kernel`` does."""
+    capability = capabilities(device)
+    if not capability.usable:
+        raise Unsupported(capability.reason)
     index = cuda_index(as_device(device))
+    by_best_target(device, lambda arch: load_all(specs_of(arch), index, progress))
+
+
+def by_best_target(device: torch.device | str | int, make: Callable[[str], Made]) -> Made:
+    """What `make` makes for the target of a GPU that has kernels. Where those of a target do not
+    compile the GPU's next one takes over, unless calls use this one already. Raises as `make`."""
     while True:
-        capability = capabilities(device)
-        if not capability.usable:
-            raise Unsupported(capability.reason)
+        arch = capabilities(device).arch
         try:
-            load_all(specs_of(capability.arch), index, progress)
+            made = make(arch)
         except KernelBuildError as error:
-            if not pass_over(capability.arch, device, error):
+            if not pass_over(arch, device, error):
                 raise
         else:
-            if use(capability.arch, device):
-                return
+            if use(arch, device):  # else another thread passed it over meanwhile
+                return made
 
 
 def load_all(wanted: Sequence[KernelSpec], index: int, progress: Progress | None = None) -> None:

@@ -16,9 +16,8 @@ from ctypes import Structure, c_void_p, sizeof
 import torch
 from torch import Tensor
 
-from ..errors import KernelBuildError, Unsupported
-from ..kernels import Kernel, capabilities, load_all
-from ..kernels.device import pass_over, use
+from ..errors import Unsupported
+from ..kernels import Kernel, by_best_target, load_all
 from .kind import CallKind, CallRules, CallTensors, result_size
 from .launches import RESULTS, Launches, raw_stream
 
@@ -44,26 +43,13 @@ find = _kept.get
 
 def prepare(key: Hashable, tensors: CallTensors, rules: CallRules) -> PreparedCall:
     """Prepares calls of a kind, by one of them that was checked, with tensors (B, H, N, D), on a
-    GPU that has kernels.
-
-    Where its kernels do not compile and no call uses this target yet, the next one takes over.
-    Raises Unsupported and KernelBuildError.
-    """
+    GPU that has kernels. Raises Unsupported and KernelBuildError."""
     kind = CallKind.of(tensors, rules)
-    while True:
-        arch = capabilities(kind.device).arch
-        try:
-            prepared = PreparedCall(kind, arch)
-        except KernelBuildError as error:
-            if not pass_over(arch, kind.device, error):
-                raise
-            continue
-        if not use(arch, kind.device):  # another thread passed it over meanwhile
-            continue
-        with _keeping:
-            while len(_kept) >= MOST_KEPT:
-                del _kept[next(iter(_kept))]
-            return _kept.setdefault(key, prepared)
+    prepared = by_best_target(kind.device, lambda arch: PreparedCall(kind, arch))
+    with _keeping:
+        while len(_kept) >= MOST_KEPT:
+            del _kept[next(iter(_kept))]
+        return _kept.setdefault(key, prepared)
 
 
 class PreparedCall:
