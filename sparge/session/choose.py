@@ -220,8 +220,9 @@ def _head_weight(norms: Tensor, known: Tensor) -> Tensor:
 
 
 def _filled(found: Tensor, value: Tensor, measure: Tensor, most: Tensor) -> Tensor:
-    """Choices (steps, heads) with what is left of the measure that is summed: a few times the head
-    whose value falls most for it moves. value, measure: (heads, choices)."""
+    """Choices (steps, heads) after a few more moves, which spend what is left below `most`: each
+    time that head moves whose value falls most for what it adds to the measure. value, measure:
+    (heads, choices)."""
     for _ in range(FILLS):
         now = _of(measure, found)
         left = (most - now.sum(1))[:, None, None]

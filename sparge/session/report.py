@@ -314,7 +314,7 @@ class RunTime:
     """Seconds that exact attention would have taken more than this run's, with all measuring; None
     where nothing says what that takes."""
     is_foretold: bool
-    """Whether `timing` said it for some calls, and not exact calls of this run for all."""
+    """Whether the run had no exact calls of some shape, so that `timing` said what those take."""
 
     @classmethod
     def of(cls, records: Sequence[PassRecord]) -> RunTime:
