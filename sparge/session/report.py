@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -241,18 +241,16 @@ class Timed:
     def __init__(
         self, record: PassRecord, backend: Backend, call: Call, foretold: float | None
     ) -> None:
-        self._record, self._backend, self._foretold = record, backend, foretold
-        self._key = call.q.shape, record.device
-        self._start = record.mark()
+        self._record = record
+        key = call.q.shape, record.device
+        self._span_to = partial(Span, backend, key, foretold, record.mark())
 
     def __enter__(self) -> None:
         """Begins where it was made."""
 
     def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
         if kind is None:
-            end = self._record.mark()
-            span = Span(self._backend, self._key, self._foretold, self._start, end)
-            self._record.spans.append(span)
+            self._record.spans.append(self._span_to(self._record.mark()))
 
 
 @dataclass(frozen=True, eq=False)
