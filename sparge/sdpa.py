@@ -117,9 +117,7 @@ def sdpa_call(
     rules = Substitute.checked(policy, min_tokens, stats, topk)
     call = TorchCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     out = rules.sparse(call)
-    if out is None:
-        return TORCH_ATTENTION(*call[:6], scale=scale, enable_gqa=enable_gqa)
-    return out
+    return call.exact() if out is None else out
 
 
 @dataclass(frozen=True, eq=False)
