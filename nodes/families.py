@@ -29,31 +29,6 @@ from ..sparge.session import TextPosition, TokenLayout
 Patch = tuple[int, int, int]
 
 
-@dataclass(frozen=True)
-class OffGrid:
-    """Tokens before and after the frames, and reference frames around those of the clip."""
-
-    before: int = 0
-    after: int = 0
-    first_frames: int = 0
-    """Reference frames before the clip: their keys are never dropped."""
-    last_frames: int = 0
-    tail: int = 0
-    """Tokens behind the frames that lie on no grid of theirs."""
-    loose_frames: int = 0
-    """Last frames of the grid, of which the model may leave tokens out."""
-    columns: int = 0
-    """Columns of tokens to the right of the clip, of an image that lies there."""
-
-    def around(self, grid: tuple[int, int, int]) -> TokenGrid:
-        frames, height, width = grid
-        frames += self.first_frames + self.last_frames
-        width += self.columns
-        return TokenGrid(
-            frames, height, width, self.before, self.after, self.first_frames, self.tail
-        )
-
-
 @dataclass(frozen=True, eq=False)
 class ModelInputs:
     """Inputs of the model: its token grid and patch, text (batch, tokens, width), the rest."""
@@ -81,47 +56,47 @@ class ModelInputs:
         several = [y for x in found for y in (x if isinstance(x, list | tuple) else (x,))]
         return [in_patches(latent.shape[2:], self.patch, padded) for latent in several]
 
-    def around(self, first: Sequence[Patch], last: Sequence[Patch], before: int = 0) -> OffGrid:
-        """Tokens off the grid: text, then latents before the clip and others behind it."""
-        if any(size[1:] != self.grid[1:] for size in first):
+    def around(self, first: Sequence[Patch], last: Sequence[Patch], before: int = 0) -> TokenGrid:
+        """Sequence of text, latents before the clip, the clip, and latents behind it. Keys of the
+        first frames are never dropped."""
+        time, height, width = self.grid
+        if any(size[1:] != (height, width) for size in first):
             before, first = before + sum(map(math.prod, first)), ()
         fitting = 0
-        while fitting < len(last) and last[fitting][1:] == self.grid[1:]:
+        while fitting < len(last) and last[fitting][1:] == (height, width):
             fitting += 1
-        return OffGrid(
-            before,
-            first_frames=sum(time for time, *_ in first),
-            last_frames=sum(time for time, *_ in last[:fitting]),
-            tail=sum(map(math.prod, last[fitting:])),
-        )
+        lead = sum(size[0] for size in first)
+        frames = lead + time + sum(size[0] for size in last[:fitting])
+        tail = sum(map(math.prod, last[fitting:]))
+        return TokenGrid(frames, height, width, before, lead_frames=lead, tail=tail)
 
 
-def pixel_dit(model: Any, inputs: ModelInputs) -> OffGrid:
+def pixel_dit(model: Any, inputs: ModelInputs) -> TokenGrid:
     """PixelDiT: no more of the prompt than the model has places for."""
-    return OffGrid(before=min(inputs.text, model.txt_max_length))
+    return TokenGrid(*inputs.grid, prefix=min(inputs.text, model.txt_max_length))
 
 
-def mochi(model: Any, inputs: ModelInputs) -> OffGrid:
+def mochi(model: Any, inputs: ModelInputs) -> TokenGrid:
     """Mochi: the prompt's real tokens, without its padding."""
-    return OffGrid(after=int(inputs.extras.get("num_tokens", inputs.text)))
+    return TokenGrid(*inputs.grid, suffix=int(inputs.extras.get("num_tokens", inputs.text)))
 
 
-def wan(model: Any, inputs: ModelInputs) -> OffGrid:
+def wan(model: Any, inputs: ModelInputs) -> TokenGrid:
     """Wan: no text; a reference frame before the clip, further latents behind it."""
     has_place = getattr(model, "ref_conv", None) is not None
     first = inputs.latents("reference_latent", padded=False) if has_place else []
     return inputs.around(first, inputs.latents("time_dim_concat", "context_latents"))
 
 
-def ltx(model: Any, inputs: ModelInputs) -> OffGrid:
+def guide_frames(inputs: ModelInputs) -> int:
     """LTX: guides are the last frames of the latent; of small ones the model leaves tokens out."""
     shape = inputs.shape("keyframe_idxs")  # (batch, axes, tokens, ends)
     guides = shape[2] if len(shape) > 2 else 0
     frames, height, width = inputs.grid
-    return OffGrid(loose_frames=min(frames - 1, guides // (height * width)))
+    return min(frames - 1, guides // (height * width))
 
 
-def next_dit(model: Any, inputs: ModelInputs) -> OffGrid:
+def next_dit(model: Any, inputs: ModelInputs) -> TokenGrid:
     """Z-Image and Lumina 2: prompts, what a vision model saw of the images to edit, those, and the
     picture. Z-Image fills up each of them to whole 32 tokens."""
     step = getattr(model, "pad_tokens_multiple", None) or 1
@@ -140,25 +115,27 @@ def next_dit(model: Any, inputs: ModelInputs) -> OffGrid:
     return replace(inputs.around(images, (), exact), tail=-math.prod(inputs.grid) % step)
 
 
-def krea(model: Any, inputs: ModelInputs) -> OffGrid:
+def krea(model: Any, inputs: ModelInputs) -> TokenGrid:
     """Krea 2: takes images to edit where model or conditioning says how."""
     method = inputs.extras.get("ref_latents_method", getattr(model, "default_ref_method", None))
     images = inputs.latents("ref_latents") if method is not None else ()
     return inputs.around((), images, inputs.text)
 
 
-def minimax(model: Any, inputs: ModelInputs) -> OffGrid:
+def minimax(model: Any, inputs: ModelInputs) -> TokenGrid:
     """MiniMax H3: text, key frames and references with their sound, the clip's sound, the clip."""
     packed = (inputs.extras.get("minimax_payload") or {}).get("layout")
-    return OffGrid(before=packed.segments[-1][0] if packed else inputs.text)
+    before = packed.segments[-1][0] if packed else inputs.text
+    return TokenGrid(*inputs.grid, prefix=before)
 
 
-def hidream(model: Any, inputs: ModelInputs) -> OffGrid:
-    """HiDream: the image to edit beside the picture; T5's text last, then Llama's last layer and
-    the one of this block."""
+def hidream(model: Any, inputs: ModelInputs) -> TokenGrid:
+    """HiDream: the image to edit to the right of the picture; T5's text last, then Llama's last
+    layer and the one of this block."""
     llama, image = inputs.shape("encoder_hidden_states_llama3"), inputs.shape("image_cond")
-    after = inputs.text + 2 * sum(llama[-2:-1])
-    return OffGrid(after=after, columns=sum(image[-1:]) // inputs.patch[2])
+    time, height, width = inputs.grid
+    width += sum(image[-1:]) // inputs.patch[2]
+    return TokenGrid(time, height, width, suffix=inputs.text + 2 * sum(llama[-2:-1]))
 
 
 def pose_branch(inputs: ModelInputs) -> tuple[TokenGrid, ...]:
@@ -211,8 +188,11 @@ class Family:
     """Inputs of the model whose latents stand before the clip, behind the text."""
     last: tuple[str, ...] = ()
     """Names of inputs whose latents stand behind the clip."""
-    off_grid: Callable[[Any, ModelInputs], OffGrid] | None = None
-    """Tokens that stand beside the grid, from the model and its inputs, where that is not all."""
+    sequence: Callable[[Any, ModelInputs], TokenGrid] | None = None
+    """The whole sequence, from the model and its inputs; None where it is text and the clip between
+    the latents above."""
+    loose_frames: Callable[[ModelInputs], int] = lambda inputs: 0
+    """Last frames of the sequence, of which the model may leave tokens out."""
     patch: Callable[[Any], Patch] = _patch
     """Latent cells per token along (time, height, width)."""
     left_out_key: str | None = None
@@ -223,14 +203,13 @@ class Family:
     """Whether each frame of the grid attends on its own, to the whole grid and to what belongs to
     it."""
 
-    def beside(self, model: Any, inputs: ModelInputs) -> OffGrid:
-        """Tokens that stand beside the grid."""
-        if self.off_grid is not None:
-            return self.off_grid(model, inputs)
+    def sequence_of(self, model: Any, inputs: ModelInputs) -> TokenGrid:
+        if self.sequence is not None:
+            return self.sequence(model, inputs)
         before = inputs.text if self.text is TextPosition.FIRST else 0
         after = inputs.text if self.text is TextPosition.LAST else 0
         first, last = inputs.latents(*self.first), inputs.latents(*self.last)
-        return replace(inputs.around(first, last, before), after=after)
+        return replace(inputs.around(first, last, before), suffix=after)
 
 
 _FIRST, _LAST, _NONE = TextPosition.FIRST, TextPosition.LAST, TextPosition.NONE
@@ -238,12 +217,13 @@ _WAN_OF_TIME = Family("Wan", _NONE, last=("time_dim_concat",))
 _WAN_HUMO = Family("Wan", _NONE, last=("time_dim_concat", "reference_latent"))
 _OMNIGEN2 = Family("OmniGen2", _FIRST, ("ref_latents",), branches=refined)
 _FLUX = Family("Flux", _FIRST, last=("ref_latents",))
+_LTX = Family("LTXV", _NONE, loose_frames=guide_frames, patch=_one_cell)
 
 #: Rows by class name, so that nothing here imports a model; subclasses inherit their parent's row.
 FAMILIES: Mapping[str, Family] = {
-    "AsymmDiTJoint": Family("Mochi", _LAST, off_grid=mochi),
+    "AsymmDiTJoint": Family("Mochi", _LAST, sequence=mochi),
     "CogVideoXTransformer3DModel": Family("CogVideoX", _FIRST),
-    "WanModel": Family("Wan", _NONE, off_grid=wan),
+    "WanModel": Family("Wan", _NONE, sequence=wan),
     "VaceWanModel": _WAN_OF_TIME,
     "CameraWanModel": _WAN_OF_TIME,
     "WanModel_S2V": _WAN_HUMO,  # with what came before it last
@@ -253,10 +233,8 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "WanAnimate2Model": Family("Wan", _NONE, branches=pose_branch, frame_by_frame=True),
     "HunyuanVideo": Family("HunyuanVideo", _FIRST, ("ref_latent",)),
-    "LTXBaseModel": Family("LTXV", _NONE, off_grid=ltx, patch=_one_cell),
-    "LTXAVModel": Family(
-        "LTXV", _NONE, off_grid=ltx, patch=_one_cell, left_out_key="stg_self_attn_blocks"
-    ),
+    "LTXBaseModel": _LTX,
+    "LTXAVModel": replace(_LTX, left_out_key="stg_self_attn_blocks"),
     "Kandinsky5": Family("Kandinsky 5", _NONE),
     "Flux": _FLUX,
     "Chroma": Family("Chroma", _FIRST),
@@ -264,17 +242,17 @@ FAMILIES: Mapping[str, Family] = {
     "GeneralDIT": Family("Cosmos", _NONE),
     "MiniTrainDIT": Family("Cosmos Predict2", _NONE),
     "Anima": Family("Anima", _NONE),
-    "HiDreamImageTransformer2DModel": Family("HiDream", _LAST, off_grid=hidream),
-    "MiniMaxH3Model": Family("MiniMax H3", _FIRST, off_grid=minimax),
-    "SingleStreamDiT": Family("Krea 2", _FIRST, off_grid=krea),
+    "HiDreamImageTransformer2DModel": Family("HiDream", _LAST, sequence=hidream),
+    "MiniMaxH3Model": Family("MiniMax H3", _FIRST, sequence=minimax),
+    "SingleStreamDiT": Family("Krea 2", _FIRST, sequence=krea),
     "OmniGen2Transformer2DModel": _OMNIGEN2,
     "BooguTransformer2DModel": replace(_OMNIGEN2, name="Boogu"),
     "MageFlowTransformer2DModel": replace(_FLUX, name="MageFlow"),
     "JoyImageTransformer3DModel": replace(_FLUX, name="JoyImage", text=_LAST),
     "LensTransformer2DModel": Family("Lens", _LAST, patch=_one_cell),
-    "PixDiT_T2I": Family("PixelDiT", _FIRST, off_grid=pixel_dit),
-    "PidNet": Family("PiD", _FIRST, off_grid=pixel_dit),
-    "NextDiT": Family("Z-Image or Lumina", _FIRST, off_grid=next_dit),
+    "PixDiT_T2I": Family("PixelDiT", _FIRST, sequence=pixel_dit),
+    "PidNet": Family("PiD", _FIRST, sequence=pixel_dit),
+    "NextDiT": Family("Z-Image or Lumina", _FIRST, sequence=next_dit),
     "QwenImageTransformer2DModel": replace(_FLUX, name="Qwen Image"),
 }
 
@@ -356,12 +334,11 @@ def token_layout(
     if layout.grid is None:
         return layout
     inputs = ModelInputs(layout.grid, patch, context, given)
-    beside = family.beside(model, inputs)
     return replace(
         layout,
-        tokens=beside.around(layout.grid),
+        tokens=family.sequence_of(model, inputs),
         branches=family.branches(inputs) if family.branches else (),
-        loose_frames=beside.loose_frames,
+        loose_frames=family.loose_frames(inputs),
     )
 
 

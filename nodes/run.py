@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -115,7 +115,8 @@ class LayerCounter:
         """Layer of a self-attention call over so many tokens, which is counted."""
         published = self._published(options)
         if published is None and self._refiners < self.layout.refiners:
-            return self._refiner()
+            self._refiners += 1
+            return Layer(UNNUMBERED, self.layout.refiner_row(self._refiners - 1))
         again = published is None and self.calls > 0 and self._is_without_text(tokens)
         is_whole = again or tokens >= self.layout.grid_tokens
         if not is_whole and not self._counts(tokens, published is not None):
@@ -151,19 +152,13 @@ class LayerCounter:
             return None
         return index + (self.layout.double if options.get("block_type") == "single" else 0)
 
-    def _refiner(self) -> Layer:
-        self._refiners += 1
-        return Layer(UNNUMBERED, self.layout.refiner_row(self._refiners - 1))
-
-    def _left_out(self, options: Mapping[str, Any]) -> Collection[int]:
+    def _left_out(self, options: Mapping[str, Any]) -> set[int]:
         """Layers that do not call: other nodes replace them, or their self-attention."""
         key = self.layout.left_out_key
-        replaced = (options.get("patches_replace") or {}).get("dit")
-        if not replaced:
-            return (options.get(key) if key else None) or ()
+        own = (options.get(key) if key else None) or ()
+        replaced = (options.get("patches_replace") or {}).get("dit") or ()
         places = (x for x in replaced if isinstance(x, tuple) and len(x) == 2)
-        numbers = {number for kind, number in places if kind == "double_block"}
-        return numbers.union((options.get(key) if key else None) or ())
+        return {*own, *(number for kind, number in places if kind == "double_block")}
 
     def _is_without_text(self, tokens: int) -> bool:
         """Whether a call is of pictures alone where text stands with them: the second one of a

@@ -77,7 +77,12 @@ def check_call(
 ) -> CheckedCall:
     """Checks the arguments of `attention`. Raises Unsupported or ValueError, with a sentence for
     the user, before anything runs."""
-    _check_kinds(policy, order, head_settings)
+    check_kind("policy", policy, SparsePolicy, "a SparsePolicy, say SparsePolicy(topk=0.3)")
+    if order is not None:
+        check_kind("order", order, TokenOrder, "what grid_order makes")
+    if head_settings is not None:
+        made = "what HeadSettings or HeadSettings.uniform makes"
+        check_kind("head_settings", head_settings, HeadSettings, made)
     q, k = as_heads_first("q", q, layout), as_heads_first("k", k, layout)
     check_pair(q, k)
     v = as_heads_first("v", v, layout)
@@ -88,10 +93,8 @@ def check_call(
     check_gradients(q, k, v, policy, block_mask, head_settings)
     is_causal = flag("is_causal", is_causal)
     queries, keys = q.shape[2], k.shape[2]
-    ends_with_keys = False
-    if is_causal or causal is not None:
-        ends_with_keys = ends_with_the_keys(is_causal, causal, queries, keys)
-        is_causal = True
+    ends_with_keys = ends_with_the_keys(is_causal, causal, queries, keys)
+    is_causal = is_causal or causal is not None
     if head_settings is not None and block_mask is not None:
         raise ValueError(
             "block_mask replaces routing, which head_settings are about: give one or the other."
@@ -141,18 +144,6 @@ def check_gradients(
     mask = () if block_mask is None else (block_mask,)
     of_heads = () if head_settings is None else head_settings.tensors.values()
     check_inference(q, k, v, *mask, *policy.per_head.values(), *of_heads)
-
-
-def _check_kinds(
-    policy: SparsePolicy, order: TokenOrder | None, head_settings: HeadSettings | None
-) -> None:
-    check_kind("policy", policy, SparsePolicy, "a SparsePolicy, say SparsePolicy(topk=0.3)")
-    for name, value, kind, maker in (
-        ("order", order, TokenOrder, "grid_order"),
-        ("head_settings", head_settings, HeadSettings, "HeadSettings or HeadSettings.uniform"),
-    ):
-        if value is not None:
-            check_kind(name, value, kind, f"what {maker} makes")
 
 
 def _check_order(

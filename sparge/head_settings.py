@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -17,8 +18,6 @@ from torch import Tensor
 from .checks.argument import check_tensor, flag, number, shown, whole_number
 from .policy import SparsePolicy
 from .thresholds import threshold_table
-
-TableKey = tuple[float, float]
 
 
 class Router(enum.IntEnum):
@@ -83,7 +82,7 @@ class HeadSettings:
     facts: str = field(default="", init=False, repr=False)
     """`SettingsFacts` as text."""
     # Not given, so that `replace` makes new ones: tables hold these values.
-    _tables: dict[TableKey, Tensor] = field(default_factory=dict, init=False, repr=False)
+    _tables: dict[Hashable, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         check_tensor("density", self.density, "one float32 value for each query head")
@@ -150,8 +149,8 @@ class HeadSettings:
         Tables live as long as the settings for policies whose thresholds are numbers: a call
         launches nothing to make one, and CUDA graphs read them where they lie.
         """
-        key = _table_key(policy)
-        if key is None:
+        key = policy.simthreshd1, policy.pvthreshd
+        if isinstance(key[0], Tensor) or isinstance(key[1], Tensor):  # whose values may change
             return self._make_table(policy)
         table = self._tables.get(key)
         if table is None:
@@ -195,11 +194,3 @@ class HeadSettings:
             torch.full((heads,), int(router), dtype=torch.int32, device=device),
             pools=pool_weight > 0 or router == Router.ERROR,
         )
-
-
-def _table_key(policy: SparsePolicy) -> TableKey | None:
-    """Key of the policy's table; None where a threshold is a tensor, whose values may change."""
-    similarity, negligible = policy.simthreshd1, policy.pvthreshd
-    if isinstance(similarity, Tensor) or isinstance(negligible, Tensor):
-        return None
-    return similarity, negligible

@@ -117,9 +117,7 @@ def sdpa_call(
     rules = Substitute.checked(policy, min_tokens, stats, topk)
     call = TorchCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     out = rules.sparse(call)
-    if out is None:
-        return TORCH_ATTENTION(*call[:6], scale=scale, enable_gqa=enable_gqa)
-    return out
+    return call.exact() if out is None else out
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,19 +149,14 @@ class Substitute:
         if options is None or (padded and ("order" in options or "block_mask" in options)):
             count_exact(self.stats, why or (BY_RULE if options is None else PADDED))
             return None
-        return self.tried(call.query.device, lambda: self._attend(call, options))
-
-    def tried(self, device: torch.device, attend: Callable[[], Tensor]) -> Tensor | None:
-        """Sparse result of attend(), or None where it is refused or has no kernels, which is
-        counted."""
         try:
-            return attend()
+            return self._attend(call, options)
         except ValueError as error:
             # A sentence with sizes cannot be made where a graph leaves them open.
             traced = torch.compiler.is_compiling()
             why = "sparge.attention refused it" if traced else str(error)
         except NO_KERNEL as error:
-            why = give_up(device, error)
+            why = give_up(call.query.device, error)
         count_exact(self.stats, why)
         return None
 

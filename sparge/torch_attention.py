@@ -49,6 +49,10 @@ class TorchCall(NamedTuple):
     grid: TokenGrid | None = None
     """Grid of the sequence."""
 
+    def exact(self) -> Tensor:
+        """Result of torch's own attention."""
+        return TORCH_ATTENTION(*self[:6], scale=self.scale, enable_gqa=self.enable_gqa)
+
 
 #: Errors of kernels that cannot be had; the model can do without.
 NO_KERNEL = (KernelBuildError, DriverError)

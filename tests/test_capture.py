@@ -73,7 +73,7 @@ def test_the_op_passes_opcheck(make_qkv) -> None:
 def test_one_graph_with_true_strides(pretended_gpu: PretendedGpu, monkeypatch) -> None:
     torch._dynamo.reset()
     graphs: list[torch.fx.GraphModule] = []
-    monkeypatch.setattr(prepared, "warm", lambda *_: pytest.fail("a trace builds"))
+    monkeypatch.setattr(prepared, "load_all", lambda *_: pytest.fail("a trace builds"))
 
     class CapturedError(Exception):
         """Ends the compilation: the kernels of a pretended GPU cannot run."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from .device import Capability, capabilities
 from .driver import DriverError, Kernel
-from .loader import get_kernel, warm
-from .spec import Element, KernelSpec, all_specs, native_element, pv_filter_saves
+from .loader import by_best_target, get_kernel, load_all, warm
+from .spec import Element, KernelSpec, native_element, pv_filter_saves
 
 __all__ = [
     "Capability",
@@ -17,9 +17,10 @@ __all__ = [
     "Element",
     "Kernel",
     "KernelSpec",
-    "all_specs",
+    "by_best_target",
     "capabilities",
     "get_kernel",
+    "load_all",
     "native_element",
     "pv_filter_saves",
     "warm",

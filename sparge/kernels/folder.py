@@ -40,8 +40,6 @@ def why_none() -> str:
 def _base() -> Path | None:
     if sys.platform == "win32":
         return _absolute("LOCALAPPDATA") or _in_home("AppData", "Local")
-    if sys.platform == "darwin":
-        return _in_home("Library", "Caches")
     return _absolute("XDG_CACHE_HOME") or _in_home(".cache")
 
 

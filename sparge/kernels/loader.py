@@ -8,10 +8,11 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import suppress
 from itertools import islice
+from typing import TypeVar
 
 import torch
 
@@ -28,7 +29,7 @@ from .store import Store
 logger = logging.getLogger("sparge")
 
 Progress = Callable[[int, int, str], None]
-SpecsOf = Callable[[str], Iterable[KernelSpec]]
+Made = TypeVar("Made")
 
 #: Errors of a driver that is given a file that is not what it seems to be.
 _REFUSALS = {
@@ -62,32 +63,37 @@ def get_kernel(spec: KernelSpec, device_index: int) -> Kernel:
 
 def warm(
     device: torch.device | str | int,
-    specs: Iterable[KernelSpec] | SpecsOf = native_specs,
+    specs_of: Callable[[str], Sequence[KernelSpec]] = native_specs,
     progress: Progress | None = None,
 ) -> None:
-    """Compile what is missing, side by side, and load it. Default: all a user's call can reach.
-
-    ``specs`` that are a function of the target let the GPU's next one take over where kernels of
-    the first do not compile, unless calls use it already. ``progress`` is called in this thread
-    with (kernels ready, kernels in all, id of the last). Raises as ``get_kernel`` does.
-    """
+    """Loads the kernels that a device needs of its target: by default all that a user's call can
+    reach. Raises as ``get_kernel`` does."""
+    capability = capabilities(device)
+    if not capability.usable:
+        raise Unsupported(capability.reason)
     index = cuda_index(as_device(device))
+    by_best_target(device, lambda arch: load_all(specs_of(arch), index, progress))
+
+
+def by_best_target(device: torch.device | str | int, make: Callable[[str], Made]) -> Made:
+    """What `make` makes for the target of a GPU that has kernels. Where those of a target do not
+    compile the GPU's next one takes over, unless calls use this one already. Raises as `make`."""
     while True:
-        capability = capabilities(device)
-        if not capability.usable:
-            raise Unsupported(capability.reason)
+        arch = capabilities(device).arch
         try:
-            _get_all(specs(capability.arch) if callable(specs) else specs, index, progress)
+            made = make(arch)
         except KernelBuildError as error:
-            if not callable(specs) or not pass_over(capability.arch, device, error):
+            if not pass_over(arch, device, error):
                 raise
         else:
-            if use(capability.arch, device) or not callable(specs):
-                return
+            if use(arch, device):  # else another thread passed it over meanwhile
+                return made
 
 
-def _get_all(specs: Iterable[KernelSpec], index: int, progress: Progress | None) -> None:
-    wanted = list(specs)
+def load_all(wanted: Sequence[KernelSpec], index: int, progress: Progress | None = None) -> None:
+    """Compiles what is missing on the GPU of this index, side by side, and loads it. progress: is
+    called in this thread with (kernels ready, kernels in all, id of the last). Raises as
+    ``get_kernel`` does."""
     if any((spec, index) not in _kernels for spec in wanted):
         _compile_in_processes(wanted)
     elif progress is None:

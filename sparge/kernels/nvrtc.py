@@ -43,12 +43,8 @@ class NvrtcNotFoundError(RuntimeError):
     """No usable NVRTC library; the text says where one would come from."""
 
 
-class NvrtcError(RuntimeError):
-    """NVRTC refused a program; ``log`` is what it printed."""
-
-    def __init__(self, message: str, log: str = "") -> None:
-        super().__init__(f"{message}\n{log}" if log else message)
-        self.log = log
+class NvrtcError(KernelBuildError):
+    """NVRTC refused a program."""
 
 
 class Nvrtc:

@@ -92,10 +92,13 @@ class Curves:
         )
 
     def chosen(self, budgets: Sequence[float] = (), error: float | None = None) -> Tensor:
-        """(steps, heads) choices among the 2 x densities of each head: of least error under a mean
-        density in each step, or in one step for all at the least mean cost that brings the mean
-        error, each head by its weight, to `error`. Where even the least dense keep more than a
-        budget, those."""
+        """(steps, heads) choices among the 2 x densities of each head.
+
+        budgets: mean density of each step, at which errors are least. Heads are as little dense as
+            they can be where even that is more than the budget.
+        error: in place of budgets, the mean error of heads by their weights, which is reached at
+            the least mean cost. One choice serves all steps.
+        """
         costs, kept = self.candidates.costs().flatten(), self.candidates.kept.repeat(2)
         errors = self.error.flatten(1)
         counts = self.weight > 0
@@ -217,8 +220,9 @@ def _head_weight(norms: Tensor, known: Tensor) -> Tensor:
 
 
 def _filled(found: Tensor, value: Tensor, measure: Tensor, most: Tensor) -> Tensor:
-    """Choices (steps, heads) with what is left of the measure that is summed: a few times the head
-    whose value falls most for it moves. value, measure: (heads, choices)."""
+    """Choices (steps, heads) after a few more moves, which spend what is left below `most`: each
+    time that head moves whose value falls most for what it adds to the measure. value, measure:
+    (heads, choices)."""
     for _ in range(FILLS):
         now = _of(measure, found)
         left = (most - now.sum(1))[:, None, None]

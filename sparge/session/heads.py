@@ -91,12 +91,9 @@ class UnmeasuredOrders:
     def __init__(self) -> None:
         self._orders: set[TokenOrder] = set()
 
-    def of_step(self, shape: Shape, step: int, device: torch.device) -> TokenOrder | None:
-        if shape.grid is None:
-            return None
-        order = order_as_dealt(
-            unmeasured_order(shape.grid, step % VARIANTS), shape.grid, shape.ranks
-        )
+    def of_step(self, grid: TokenGrid, ranks: int, step: int, device: torch.device) -> TokenOrder:
+        """Order on the device of calls over a grid, whose tokens so many ranks share."""
+        order = order_as_dealt(unmeasured_order(grid, step % VARIANTS), grid, ranks)
         self._orders.add(order)
         return order.on(device)
 
@@ -176,7 +173,8 @@ class Heads:
         self.settings: ChosenSettings | None = None
         """Settings since the last choice; None before the first."""
         self.given: list[tuple[ChosenSettings, int, dict[int, int]]] = []
-        """Of each sparse step so far its settings, its place in them, and those of the layers."""
+        """Of each sparse step so far: settings, its number among their steps, and the place of each
+        layer in them."""
         self.sparse_rows: set[int] = set()
         """Layers whose calls are sparse, in some pass at least."""
         self._untracked, self._draw = untracked, draw
@@ -185,9 +183,7 @@ class Heads:
         self._refusals: dict[int, Reason] = {}
         self._sums, self._known = Sums(), Sums()  # since the last choice, and those it was made of
         self._largest: dict[int, Tensor] = {}  # magnitude in dense results that were measured
-        self._made: dict[
-            int, Tensor
-        ] = {}  # (2, heads): squares of errors of sparse calls, of norms
+        self._made: dict[int, Tensor] = {}  # (2, heads): squares of sparse errors, of norms
         self._seen: dict[int, int] = {}  # query blocks measured of each layer so far
         self._measured: set[tuple[int, int]] = set()  # layers and prompts since the last choice
         self._is_new = False  # whether a layer was measured of which nothing was known
@@ -254,8 +250,8 @@ class Heads:
         dense: Callable[[], Tensor],
         timed: Untracked,
     ) -> None:
-        """Inside a call that is dense for now: measures it if it is to be, and if it may ever be
-        faster sparse. dense: gives its result. timed: context around measuring alone."""
+        """Measures a dense call, where this pass measures its layer and sparse calls may be faster.
+        dense: gives the call's result. timed: makes the context around measuring alone."""
         prompts = self._prompts_to_measure(row)
         if not prompts or self.refusal(row) is not None:
             return
@@ -285,8 +281,8 @@ class Heads:
         self._is_new |= self.settings is not None
 
     def measure_again(self, row: int, call: Call, out: Tensor) -> None:
-        """Inside a sparse call that gave `out`: measures the first prompt once, and the error of
-        what was computed. Without memory for it settings go on from what was measured before."""
+        """Measures a sparse call that gave `out`, once a layer: its first prompt as a dense call's,
+        and the error of `out`. Without memory for it the layer keeps what was measured before."""
         assert self._step is not None
         if (row, 0) in self._measured or 0 not in self._step.prompts:
             return
@@ -426,17 +422,17 @@ class Heads:
 
 
 @dataclass(eq=False)
-class CallKind:
-    """Kind of calls that may be sparse: those of a pass which look alike share it."""
+class SparseTerms:
+    """Terms on which calls of a pass that look alike are sparse, found out at the first of them."""
 
     policy: SparsePolicy
     """With what stays exact at either end."""
     heads: Heads | None = None
-    """None where all heads follow one policy, or before they are measured."""
+    """None where all heads follow the policy, or before they are measured."""
     times: Times | None = None
     foretold: float | None = None
     """Seconds of an exact call; None where nobody timed those."""
     why_slower: Reason | None = None
-    """Reason why calls whose heads follow the policy would be slower sparse."""
+    """Why calls whose heads follow the policy would be slower sparse."""
     order: TokenOrder | None = None
-    """Token order of this step where all heads follow one policy."""
+    """Token order of this step where all heads follow the policy."""

@@ -64,7 +64,7 @@ class Candidates:
     below: Tensor
     """(densities,) int64: the measured density below each of them."""
     share: Tensor
-    """(densities,): how much of the way from that one to the next lies before it."""
+    """(densities,): place between that one, 0, and the next measured one, 1."""
     measured: tuple[float, ...]
     """Measured densities, as a `threshold_table` takes them; the last is 1."""
 
@@ -133,8 +133,9 @@ def _asking(rank: int, blocks: int) -> float:
 
 
 def kept_shares(order: TokenOrder, ranks: Sequence[int]) -> list[float]:
-    """Shares of pairs that query blocks keep which ask for so many ranked blocks, in `whole_steps`.
-    Where a query block's ranked blocks differ in size each counts as their mean."""
+    """Share of query-key pairs that is kept where each query block asks for so many ranked blocks,
+    filled up to `whole_steps`, for each of `ranks`. Ranked blocks of several sizes count as their
+    mean."""
     # Vectors alone: of a matrix each sum would wake a thread of every core.
     queries, keys = order.query_counts().cpu().double(), order.block_counts.cpu().double()
     of_queries, of_keys = ~order.queries_exact.cpu(), ~order.keys_exact.cpu()
@@ -201,10 +202,8 @@ class Sums:
         self.of_layers[layer] = new
         self.blocks[layer] = self.blocks.get(layer, 0) + blocks
 
-    def or_else(self, earlier: Sums | None) -> Sums:
+    def or_else(self, earlier: Sums) -> Sums:
         """These, with earlier ones of the layers where nothing was measured, or nothing finite."""
-        if earlier is None:
-            return self
         both = Sums()
         both.of_layers = {**earlier.of_layers}
         both.blocks = {**earlier.blocks, **self.blocks}
@@ -244,9 +243,9 @@ def spread_places(count: int, first: int, wanted: int) -> list[int]:
 def compared_rows(values: Tensor, dim: int = -1) -> Tensor:
     """Compared ones of the 128 rows of a query block along `dim`.
 
-    One of every four, every four in a row other ones than the four before, and the next sixteen
-    than their fours. Cubes are about 4 x 4 x 4 tokens, and the same rows would be some of their
-    columns or one of their diagonals, where heads that look to one side do not err.
+    One row of every four. Which of the four it is changes from one four to the next, and again from
+    one sixteen to the next. Cubes are about 4 x 4 x 4 tokens. The same rows of each would be some
+    of their columns or one of their diagonals, where heads that look to one side do not err.
     """
     firsts = range(0, QUERY_BLOCK, ROW_STEP)
     rows = [first + (first // 4 + first // 16) % ROW_STEP for first in firsts]

@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -63,7 +63,6 @@ class Counts:
     """Most tokens of a call by its reason."""
     reached: bool = False
     """Whether a call of the clip's self-attention came, or no clip is known."""
-    _has_grid: bool = field(default=False, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     @property
@@ -77,7 +76,7 @@ class Counts:
     @property
     def missing(self) -> bool:
         """Whether other calls came, and none of the clip's self-attention."""
-        return bool(self._has_grid and not self.reached and self.finished and self.calls)
+        return bool(not self.reached and self.finished and self.calls)
 
     @property
     def main_reason(self) -> Reason | None:
@@ -90,7 +89,7 @@ class Counts:
         with self._lock:
             self.passes += 1
             self.family = family
-            self._has_grid, self.reached = grid is not None, self.reached or grid is None
+            self.reached |= grid is None
             self.grid_tokens = max(self.grid_tokens, math.prod(grid) if grid else 0)
 
     def end_pass(self, may_be_sparse: bool) -> None:
@@ -205,7 +204,7 @@ class PassRecord:
         """Whether NaN stands in the result that was looked at. Waits for the device."""
         return self._nan is not None and bool(self._nan)
 
-    def times(self, call: Call) -> bool:
+    def can_time(self, call: Call) -> bool:
         """Whether a call is timed: a self-attention on a GPU that no CUDA graph records."""
         if self.device.type != "cuda" or call.key_tokens != call.query_tokens:
             return False
@@ -222,14 +221,15 @@ class PassRecord:
         return made
 
     def learns_exact_time(self, row: int | None, call: Call) -> bool:
-        """Whether a dense call is exact for its time's sake."""
-        return self.step == 0 and row in TIMED_LAYERS and self.times(call)
+        """Whether a dense call is computed exactly so that the run learns what that takes: in the
+        first step, of two layers."""
+        return self.step == 0 and row in TIMED_LAYERS and self.can_time(call)
 
     def timed(
         self, backend: Backend, call: Call, foretold: float | None = None
     ) -> AbstractContextManager[None]:
         """Context around work for a call, where it is timed."""
-        return Timed(self, backend, call, foretold) if self.times(call) else _UNTIMED
+        return Timed(self, backend, call, foretold) if self.can_time(call) else _UNTIMED
 
 
 _UNTIMED = nullcontext()
@@ -241,18 +241,16 @@ class Timed:
     def __init__(
         self, record: PassRecord, backend: Backend, call: Call, foretold: float | None
     ) -> None:
-        self._record, self._backend, self._foretold = record, backend, foretold
-        self._key = call.q.shape, record.device
-        self._start = record.mark()
+        self._record = record
+        key = call.q.shape, record.device
+        self._span_to = partial(Span, backend, key, foretold, record.mark())
 
     def __enter__(self) -> None:
         """Begins where it was made."""
 
     def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
         if kind is None:
-            end = self._record.mark()
-            span = Span(self._backend, self._key, self._foretold, self._start, end)
-            self._record.spans.append(span)
+            self._record.spans.append(self._span_to(self._record.mark()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -314,7 +312,7 @@ class RunTime:
     """Seconds that exact attention would have taken more than this run's, with all measuring; None
     where nothing says what that takes."""
     is_foretold: bool
-    """Whether `timing` said it for some calls, and not exact calls of this run for all."""
+    """Whether the run had no exact calls of some shape, so that `timing` said what those take."""
 
     @classmethod
     def of(cls, records: Sequence[PassRecord]) -> RunTime:

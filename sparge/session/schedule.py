@@ -250,15 +250,10 @@ class Progress:
     """Progress of one run by noise levels: samplers may evaluate the model more than once a
     step."""
 
-    def __init__(
-        self,
-        schedule: Sequence[float],
-        show: Callable[[str], None],
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
+    def __init__(self, schedule: Sequence[float], show: Callable[[str], None]) -> None:
         """schedule: noise level of each step; nothing is shown where that is not known. show: takes
         the line."""
-        self._schedule, self._show, self._clock = schedule, show, clock
+        self._schedule, self._show = schedule, show
         self._step, self._since = -1, 0.0
 
     def at(self, sigma: float) -> None:
@@ -267,7 +262,7 @@ class Progress:
         if step <= self._step:
             return
         before, since = self._step, self._since
-        self._step, self._since = step, self._clock()
+        self._step, self._since = step, time.perf_counter()
         if before >= 0:
             seconds, steps = (self._since - since) / (step - before), len(self._schedule)
             left = seconds * (steps - step)

@@ -18,6 +18,7 @@ Frameworks that split a step into passes of their own begin a `Pass` for each.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
@@ -52,7 +53,7 @@ from .calls import (
     RealTokens,
     Untracked,
 )
-from .heads import FAILED, CallKind, Place, RunHeads, Shape, UnmeasuredOrders
+from .heads import FAILED, Place, RunHeads, Shape, SparseTerms, UnmeasuredOrders
 from .report import NAN_IN_SPARSE, NO_CALLS, Counts, Densities, PassRecord, Report, RunTime
 from .schedule import EVERYTHING, MANUAL, Aim, Settings, SigmaWindow, Step, fitted
 from .timing import TORCH, Backend, Exact, Times, check_once, times_of, unusable_reason
@@ -106,7 +107,7 @@ class Session:
         # the cycle is found.
         self.note: Callable[[Reason], None] = self._notes.setdefault
         """Adds a remark to the report, once."""
-        self._dense_steps: int | None = None
+        self._dense_steps = 0
         self._sparse_steps: int | None = None
         self.heads = None if self.aim is None else RunHeads(self.aim, untracked, draw)
         """Heads of all calls; None where they all follow one policy."""
@@ -170,7 +171,7 @@ class Session:
         step: its number from 0. prompts: number of the prompt of each entry of the batch.
         """
         device = torch.empty(0, device=device).device  # with an index, as tensors have it
-        dense, sparse = self._dense_steps or 0, self._sparse_steps
+        dense, sparse = self._dense_steps, self._sparse_steps
         why_dense = None if step >= dense else Reason(f"one of the first {dense} steps")
         index = None if sparse is None else min(max(0, step - dense), max(0, sparse - 1))
         found = Step(prompts, step, why_dense, step == dense - 1, index, sparse)
@@ -280,7 +281,7 @@ class Pass:
         self._filter_left_out = session.asked.pv_filter and not self.policy.pv_filter
         self._decisions: dict[Hashable, Decision] = {}
         self._times: dict[Decision, Times | None] = {}
-        self._kinds: dict[Decision, CallKind] = {}
+        self._terms: dict[Decision, SparseTerms] = {}
         if self.unusable is None:
             self._expect()
 
@@ -295,8 +296,7 @@ class Pass:
             session.heads.begin_pass(self._place, self.step)
         elif self.step.why_dense is None:
             for grid in layout.expected:
-                shape = Shape(grid.tokens, 0, grid, layout.ranks)
-                session.orders.of_step(shape, self.step.number, self.device)
+                session.orders.of_step(grid, layout.ranks, self.step.number, self.device)
 
     @property
     def _may_measure(self) -> bool:
@@ -306,7 +306,7 @@ class Pass:
         """Ends the pass, which is queued; the GPU may still be computing it."""
         may_be_sparse = self.unusable is None and self.step.why_dense is None
         self.session.counts.end_pass(may_be_sparse or self.unusable is not None)
-        self._kinds.clear()  # they hold orders on the device
+        self._terms.clear()  # they hold orders on the device
 
     @untraced
     def attend(
@@ -368,8 +368,10 @@ class Pass:
         why: Reason | None = None,
         held: Reason | None = None,
     ) -> Tensor:
-        """Result of a call, sparse when nothing speaks against it, else from dense(). why: reason
-        to be dense that is not looked for here. held: the same, of a call that may be measured."""
+        """Result of a call, sparse when nothing speaks against it, else from dense().
+
+        why: a framework's reason to be dense. held: the same, of a call that may be measured.
+        """
         if decision.is_of_clip:
             self.session.counts.reached = True
         why = self._why_dense(decision, layer) or why
@@ -400,9 +402,8 @@ class Pass:
         held: Reason | None,
         padded: bool = False,
     ) -> Tensor:
-        """Result of a call: sparse, or else dense, and counted. why: why it is dense. held: why it
-        is dense, though it may be measured. padded: dense() computes more than the call's tokens,
-        so its time says nothing of them."""
+        """Result of a call, which is counted. why, held: as in `serve`. padded: whether dense()
+        computes padding, too, so that its time is not the call's."""
         session, once, ruled = self.session, None, None
         if why is None and session.rule is not None:  # its errors are the caller's
             ruled = options_of(session.rule, call.as_torchs(layer.number, self.layout))
@@ -412,21 +413,21 @@ class Pass:
                 if call.q.device != self.device:
                     sentence = f"tensors on {call.q.device} in a pass on {self.device}"
                     raise Unsupported(sentence, "two devices")
-                kind = self._kinds.get(decision) or self._kind_of(call, decision)
-                settings = self._settings(kind, layer.row, held)
+                terms = self._terms.get(decision) or self._terms_of(call, decision)
+                settings = self._settings(terms, layer.row, held)
                 if not isinstance(settings, Reason):
-                    out = self._sparse(call, kind, layer.row, settings, ruled)
+                    out = self._sparse(call, terms, layer.row, settings, ruled)
                     for remark in decision.remarks:
                         session.note(remark)
                     session.counts.add_sparse(decision.tokens, self._filter_left_out)
                     return out
                 why = settings
-                if kind.heads is not None:
+                if terms.heads is not None:
                     once = self._dense(call, decision, layer, dense, padded)
                     check_inference(*call.qkv)
                     timed = partial(self.record.timed, Backend.MEASURING, call)
-                    kind.heads.measure(layer.row, call, kind.times, once.result, timed)
-                    why = self.step.why_dense or kind.heads.refusal(layer.row) or why
+                    terms.heads.measure(layer.row, call, terms.times, once.result, timed)
+                    why = self.step.why_dense or terms.heads.refusal(layer.row) or why
         except Unsupported as refusal:
             if once is not None and refusal is once.failure:
                 raise
@@ -459,18 +460,18 @@ class Pass:
     ) -> DenseOnce:
         """Dense result of a call, which measuring takes, too."""
         timed = decision.kind is Kind.SELF and not padded
-        exact = partial(self._hand_on, dense)
-        if timed and self.unusable is None:
-            exact = partial(self._exact, call, exact)
+        is_told = timed and self.unusable is None
+
+        def exact() -> Tensor:
+            with self.record.timed(Backend.EXACT, call) if is_told else nullcontext():
+                return self._hand_on(dense)
 
         def eight_bit() -> Tensor | None:
-            if (self.unusable or decision.why_exact) is not None or call.mask is not None:
+            if (self.unusable or decision.why_exact) is not None:
                 return None
-            row = layer.row if timed else None
-            if decision.raises:
-                return self._eight_bit(call, decision, row)
-            with self.session.failures.caught("a dense call was computed exact"):
-                return self._eight_bit(call, decision, row)
+            caught = self.session.failures.caught("a dense call was computed exact")
+            with nullcontext() if decision.raises else caught:
+                return self._eight_bit(call, decision, layer.row if timed else None)
             return None
 
         return DenseOnce(exact, eight_bit)
@@ -500,60 +501,61 @@ class Pass:
         return self._masks.real_tokens(call.key_mask)
 
     def _settings(
-        self, kind: CallKind, row: int, held: Reason | None
+        self, terms: SparseTerms, row: int, held: Reason | None
     ) -> tuple[TokenOrder | None, HeadSettings | None] | Reason:
         """Token order and head settings of a sparse call of a layer, or the reason why it is
         dense."""
         why_dense = self.step.why_dense
-        if kind.heads is None:
-            return why_dense or kind.why_slower or held or (kind.order, None)
-        found = kind.heads.of_layer(row, kind.times)
+        if terms.heads is None:
+            return why_dense or terms.why_slower or held or (terms.order, None)
+        found = terms.heads.of_layer(row, terms.times)
         if isinstance(found, Reason):
             return why_dense or found
-        return why_dense or held or (kind.heads.order(self.step.number), found)
+        return why_dense or held or (terms.heads.order(self.step.number), found)
 
     def _sparse(
         self,
         call: Call,
-        kind: CallKind,
+        terms: SparseTerms,
         row: int,
         settings: tuple[TokenOrder | None, HeadSettings | None],
         ruled: RuleOptions | None,
     ) -> Tensor:
         """Sparse result of a call of a layer."""
-        record, heads = self.record, kind.heads
-        with record.timed(Backend.SPARSE, call, kind.foretold):
-            out = call.sparse(kind.policy, record.stats_of(row), *settings, ruled)
+        record, heads = self.record, terms.heads
+        with record.timed(Backend.SPARSE, call, terms.foretold):
+            out = call.sparse(terms.policy, record.stats_of(row), *settings, ruled)
         record.look(row, out)
         if heads is not None and heads.measures_again:
             with record.timed(Backend.MEASURING, call):
                 heads.measure_again(row, call, out)
         return out
 
-    def _kind_of(self, call: Call, decision: Decision) -> CallKind:
-        """Kind of a call that may be sparse, found out at the first one like it."""
+    def _terms_of(self, call: Call, decision: Decision) -> SparseTerms:
+        """Terms of a call that may be sparse, and of those that look like it."""
         session, layout, tokens = self.session, self.layout, call.query_tokens
         grid = layout.sequence(tokens) if call.key_tokens == tokens else None
         prefix, suffix = decision.ends
         policy = replace(self.policy, exact_prefix=prefix, exact_suffix=suffix)
         shape = Shape(tokens, call.head_count, grid, layout.ranks, call.shares_keys)
-        kind = CallKind(policy)
+        terms = SparseTerms(policy)
         if session.heads is not None and not self._may_measure:
             session.heads.saw(self._place, shape, self.step.prompts)
         elif session.heads is not None:
             with session.untracked():
-                kind.heads = session.heads.of_shape(self._place, shape, self.policy)
-                kind.heads.begin_pass(self.step)
-        kind.times = times = self._times_of(call, decision)
+                terms.heads = session.heads.of_shape(self._place, shape, self.policy)
+                terms.heads.begin_pass(self.step)
+        terms.times = times = self._times_of(call, decision)
         if times is not None and call.is_timed:
-            kind.foretold = times.exact * call.q.shape[0]
+            terms.foretold = times.exact * call.q.shape[0]
         if session.heads is None and session.rule is None:  # nobody knows what a rule keeps
-            kind.why_slower = times and times.why_policy_slower(policy)
-        if session.heads is None and kind.why_slower is None:
+            terms.why_slower = times and times.why_policy_slower(policy)
+        if session.heads is None and terms.why_slower is None and grid is not None:
+            step = self.step.number
             with session.untracked():
-                kind.order = session.orders.of_step(shape, self.step.number, self.device)
-        self._kinds[decision] = kind
-        return kind
+                terms.order = session.orders.of_step(grid, layout.ranks, step, self.device)
+        self._terms[decision] = terms
+        return terms
 
     def _times_of(self, call: Call, decision: Decision) -> Times | None:
         """Seconds of calls like this one by each backend, where they are known or can be."""
@@ -563,8 +565,9 @@ class Pass:
             session, grid, times = self.session, self.layout.sequence(call.query_tokens), None
             with session.untracked(), session.failures.caught("attention was not timed"):
                 times = times_of(call, session.exact, grid)
-            exact = session.exact_dense or not call.is_timed
-            self._times[decision] = times and replace(times, exact_dense=exact)
+            if times is not None and (session.exact_dense or not call.is_timed):
+                times = replace(times, eight_bit=math.inf)
+            self._times[decision] = times
         return self._times[decision]
 
     def _eight_bit(self, call: Call, decision: Decision, row: int | None) -> Tensor | None:
@@ -585,11 +588,6 @@ class Pass:
         ):
             return call.eight_bit()
         return None
-
-    def _exact(self, call: Call, compute: Dense) -> Tensor:
-        """Exact result of a self-attention call, which the report tells the time of."""
-        with self.record.timed(Backend.EXACT, call):
-            return compute()
 
     def _hand_on(self, dense: Dense) -> Tensor:
         """Runs the dense path. Should it lead back here, that inner call goes straight on."""

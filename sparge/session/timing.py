@@ -21,7 +21,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -112,19 +112,18 @@ class Times:
     tokens: int
     exact: float
     eight_bit: float
+    """Infinite where dense calls are to be exact."""
     sparse_fixed: float
     """Seconds of a sparse call that would keep nothing."""
     sparse_pairs: float
     """Seconds more of one that keeps all."""
     measuring: float
     """Seconds of one measurement of heads, for one of two prompts."""
-    exact_dense: bool = False
-    """Dense calls are exact also where 8 bits are faster."""
 
     @property
     def is_eight_bit(self) -> bool:
         """Whether dense calls are computed in 8 bits."""
-        return not self.exact_dense and self.eight_bit * (1 + MARGIN) <= self.exact
+        return self.eight_bit * (1 + MARGIN) <= self.exact
 
     @functools.cached_property
     def dense(self) -> float:
@@ -316,8 +315,7 @@ def _read(key: str) -> dict[str, Times] | None:
 
 def _times(stored: Any) -> Times:
     """Raises ValueError, KeyError or TypeError for what `_keep` never wrote."""
-    tokens, *seconds = (stored[name] for name in asdict(Times(1, 0, 0, 0, 0, 0)) if name !=
-                        "exact_dense")  # fmt: skip
+    tokens, *seconds = (stored[field.name] for field in fields(Times))
     for each in seconds:
         if not isinstance(each, float) or not 0 <= each <= _MOST_SECONDS:
             raise ValueError(f"{each!r} is no time of a call")

@@ -108,8 +108,9 @@ class TokenLayout:
         return () if self.tokens is None else (self.tokens, *self.branches)
 
     def sequence(self, tokens: int) -> TokenGrid | None:
-        """Sequence of a self-attention over so many tokens. Of more or fewer than are expected the
-        grid is known all the same, where no text stands around it."""
+        """Sequence of a self-attention over so many tokens; None where it is not known. Of other
+        numbers than expected, less text is taken to be there. Where there is none, further tokens
+        are taken to stand behind the grid."""
         if self.tokens is None:
             return None
         for known in (self.tokens, *self.branches):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from ..reasons import Reason
-from ..torch_attention import TORCH_ATTENTION, TorchCall, as_autocast
+from ..torch_attention import TorchCall, as_autocast
 from .calls import Call, Kind, may_be_padding, unknown_options
 from .session import Pass
 from .tokens import Layer
@@ -46,12 +46,8 @@ class TorchPass(Pass):
         # Without blocks each call is a layer.
         number, again = (block, earlier) if self.layout.blocks else (earlier, 0)
         layer = Layer(number, self.layout.row(number, again), beside=not counts)
-
-        def exact() -> Tensor:
-            named = {"scale": call.scale, "enable_gqa": call.enable_gqa}
-            return TORCH_ATTENTION(*call[:6], **named).transpose(1, 2)
-
-        return self.serve(given, decision, layer, exact).transpose(1, 2)
+        out = self.serve(given, decision, layer, lambda: call.exact().transpose(1, 2))
+        return out.transpose(1, 2)
 
 
 def _call_of(call: TorchCall) -> Call | Reason:

@@ -69,11 +69,11 @@ def gain(report: Report) -> str:
     would = max(0.0, report.seconds + saved)
     speedup = would / report.seconds
     if speedup < FASTER:
-        return f"As fast as without: {shown(report.seconds)}"
-    return f"Speedup {speedup:.2g}x: {shown(report.seconds)}, not {shown(would)}"
+        return f"As fast as without: {duration(report.seconds)}"
+    return f"Speedup {speedup:.2g}x: {duration(report.seconds)}, not {duration(would)}"
 
 
-def shown(seconds: float) -> str:
+def duration(seconds: float) -> str:
     if seconds < 9.95:
         return f"{seconds:.1f} s"
     return f"{seconds:.0f} s" if seconds < 600 else f"{seconds / 60:.0f} min"

@@ -25,18 +25,14 @@ MOST_DENSITIES = 32  # a lane of a warp each; kMostDensities of csrc/score/place
 
 
 class Measuring:
-    """Launches of a measurement of k and v (B, Hkv, N, D) in one token order, queued one by one.
-
-    Raises Unsupported for a GPU without usable kernels.
-    """
+    """Launches of a measurement of k and v (B, Hkv, N, D) in one token order, queued one by one, on
+    a GPU that has kernels."""
 
     def __init__(self, k: Tensor, v: Tensor, order: TokenOrder, scale: float) -> None:
-        capability = capabilities(k.device)
-        if not capability.usable:
-            raise Unsupported(capability.reason)
-        use(capability.arch, k.device)
+        arch = capabilities(k.device).arch
+        use(arch, k.device)
         self.k, self.v, self.order, self.scale = k, v, order, scale
-        self.arch, self.element = capability.arch, measuring_element(capability.arch)
+        self.arch, self.element = arch, measuring_element(arch)
 
     def means(self) -> Tensor:
         """(4, B, Hkv, head_dim) float32: the fields `MEANS` of a workspace."""

@@ -16,9 +16,8 @@ from ctypes import Structure, c_void_p, sizeof
 import torch
 from torch import Tensor
 
-from ..errors import KernelBuildError, Unsupported
-from ..kernels import Kernel, capabilities, warm
-from ..kernels.device import pass_over, use
+from ..errors import Unsupported
+from ..kernels import Kernel, by_best_target, load_all
 from .kind import CallKind, CallRules, CallTensors, result_size
 from .launches import RESULTS, Launches, raw_stream
 
@@ -43,28 +42,14 @@ find = _kept.get
 
 
 def prepare(key: Hashable, tensors: CallTensors, rules: CallRules) -> PreparedCall:
-    """Prepares calls of a kind, by one of them that was checked, with tensors (B, H, N, D).
-
-    Where its kernels do not compile and no call uses this target yet, the next one takes over.
-    Raises Unsupported and KernelBuildError.
-    """
+    """Prepares calls of a kind, by one of them that was checked, with tensors (B, H, N, D), on a
+    GPU that has kernels. Raises Unsupported and KernelBuildError."""
     kind = CallKind.of(tensors, rules)
-    while True:
-        capability = capabilities(kind.device)
-        if not capability.usable:
-            raise Unsupported(capability.reason)
-        try:
-            prepared = PreparedCall(kind, capability.arch)
-        except KernelBuildError as error:
-            if not pass_over(capability.arch, kind.device, error):
-                raise
-            continue
-        if not use(capability.arch, kind.device):  # another thread passed it over meanwhile
-            continue
-        with _keeping:
-            while len(_kept) >= MOST_KEPT:
-                del _kept[next(iter(_kept))]
-            return _kept.setdefault(key, prepared)
+    prepared = by_best_target(kind.device, lambda arch: PreparedCall(kind, arch))
+    with _keeping:
+        while len(_kept) >= MOST_KEPT:
+            del _kept[next(iter(_kept))]
+        return _kept.setdefault(key, prepared)
 
 
 class PreparedCall:
@@ -72,9 +57,9 @@ class PreparedCall:
 
     def __init__(self, kind: CallKind, arch: str) -> None:
         launches = Launches(kind, arch)
-        warm(kind.device, launches.specs)
         self.kind, self.layout = kind, launches.layout
         self._arch, self._device_index = arch, kind.device.index or 0
+        load_all(launches.specs, self._device_index)
         shape = kind.shape
         self._lse_size = (shape.batch, shape.heads, kind.query_tokens)
         self._out_size = result_size(kind.rules.out_layout, (*self._lse_size, shape.channels))

@@ -158,7 +158,7 @@ class WorkspaceLayout:
         return {name: start + field.offset for name, field in self.fields.items()}
 
     def view(self, workspace: Tensor, name: str) -> Tensor:
-        """Returns the field as a tensor, for tests and diagnosis."""
+        """Field of a workspace, as a tensor in place."""
         return self.fields[name].of(workspace)
 
     def means(self, workspace: Tensor) -> Tensor:

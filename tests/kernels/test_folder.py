@@ -31,7 +31,6 @@ def no_variables(monkeypatch) -> None:
         ("linux", {}, ".cache/sparge"),
         ("linux", {XDG: "{}/set"}, "set/sparge"),
         *(("linux", {XDG: x}, ".cache/sparge") for x in ("", "../cache")),
-        ("darwin", {}, "Library/Caches/sparge"),
         ("win32", {}, "AppData/Local/sparge"),
         ("win32", {"LOCALAPPDATA": "{}/set"}, "set/sparge"),
     ],

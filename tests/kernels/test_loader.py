@@ -83,12 +83,12 @@ def test_warm_hands_on_what_fails_and_what_progress_raises(loads, monkeypatch, r
     monkeypatch.setattr(loader, "_kernels", {})
     monkeypatch.setattr(loader, "_load", raising(KernelBuildError("Kernel", "the log")))
     monkeypatch.setattr(loader, "pass_over", lambda *_: False)
-    loader.warm(0, [])
+    loader.load_all([], 0)
     with pytest.raises(KernelBuildError) as caught:
         loader.warm(0)
     assert caught.value.log == "the log"
     monkeypatch.setattr(loader, "_load", lambda spec, index: spec)
-    loader.warm(0, [SPEC])
+    loader.load_all([SPEC], 0)
     assert loader.get_kernel(SPEC, 0) == SPEC, "a failure is not remembered"
 
 
@@ -96,7 +96,7 @@ def test_named_kernels_missing_compilers_and_missing_sources_have_no_next_target
     hopper, monkeypatch, caplog, raising
 ):
     with pytest.raises(KernelBuildError, match="no wgmma today"):
-        loader.warm("cuda:0", native_specs("sm_90a"))
+        loader.load_all(native_specs("sm_90a"), 0)
     monkeypatch.setattr(loader, "_load", lambda spec, index: loader.load_cubin(spec))
     monkeypatch.setattr(loader, "read_sources", raising(FileNotFoundError("csrc has no means.cu")))
     with pytest.raises(FileNotFoundError):
@@ -150,7 +150,7 @@ def load(spec, device_index):
 begun = threading.Event()
 loader._load, os.cpu_count = load, lambda: 1
 given = native_specs("sm_90a"), 0, None
-threading.Thread(target=loader._get_all, args=given, daemon=True).start()
+threading.Thread(target=loader.load_all, args=given, daemon=True).start()
 begun.wait()
 """
     done = subprocess.run(

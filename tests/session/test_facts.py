@@ -110,10 +110,13 @@ def test_open_edges_hold_whatever_a_model_sampling_calls_its_ends() -> None:
         ([0.0, 0.0], 4, []),
     ],
 )  # fmt: skip
-def test_progress_tells_the_last_steps_seconds_and_the_rest(levels, schedule, shown) -> None:
+def test_progress_tells_the_last_steps_seconds_and_the_rest(
+    levels, schedule, shown, monkeypatch
+) -> None:
     told: list[str] = []
     clock = itertools.count(0.0, 2.0)
-    progress = Progress([1.0, 0.8, 0.5, 0.2][:schedule], told.append, lambda: next(clock))
+    monkeypatch.setattr("sparge.session.schedule.time.perf_counter", lambda: next(clock))
+    progress = Progress([1.0, 0.8, 0.5, 0.2][:schedule], told.append)
     for level in levels:
         progress.at(level)
     assert told == [f"Step {line}" for line in shown]

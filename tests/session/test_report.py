@@ -251,7 +251,7 @@ ABSENT = GONE | {"cross": 0, "reasons": {}}
                                      "The results do not add up, remove one of the two nodes."]),
         (GONE | {"reasons": {}}, ["only text or sound came here", "Put it last, before the sampler",
                                   "All attention calls were cross-attention."]),
-        (GONE | {"finished": 1, "_has_grid": True},
+        (GONE | {"finished": 1},
          ["another node took its place", "Remove other attention nodes, or put it last", "..."]),
         (GONE | {"stopped": True}, ["it was stopped too early", "Let it run to its end",
                                     "Stopped before the first sparse step."]),

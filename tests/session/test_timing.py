@@ -318,7 +318,7 @@ def test_kernels_are_tested_once_on_a_gpu_and_wrong_ones_refused_each_time(
         ({"eight_bit": 0.98}, False, ()),
         ({"eight_bit": 0.96}, True, ()),
         ({"eight_bit": 0.4}, True, ((0.7, None), (0.8, "only below 76 % density"))),
-        ({"eight_bit": 0.4, "exact_dense": True}, False, ((1.0, None),)),
+        ({"eight_bit": math.inf}, False, ((1.0, None),)),
         ({"sparse_fixed": 0.98}, False, ((0.0, "sparse would be slower"),)),
         ({"sparse_pairs": 0.0, "sparse_fixed": 2.0}, False, ((0.1, "would be slower"),)),
         ({"sparse_pairs": 200.0}, False, ((0.1, "sparse would be slower"),)),
