@@ -52,15 +52,6 @@ def test_a_transformer_takes_it_by_its_name() -> None:
     assert counted[1].sparse_calls == SPARSE
 
 
-def test_diffusers_own_context_takes_it() -> None:
-    tiny, stats = pipelines.flux(), register_backend(FEW, min_tokens=100)
-    with dispatch.attention_backend("sparge"):
-        tiny(STEPS, guidance=1.0)
-    assert stats.sparse_calls == SPARSE and not stats.reasons
-    tiny(STEPS, guidance=1.0)
-    assert stats.sparse_calls == SPARSE
-
-
 def test_whole_graphs_have_it() -> None:
     torch._dynamo.reset()
     tiny, stats = pipelines.wan(), register_backend(FEW, min_tokens=100)

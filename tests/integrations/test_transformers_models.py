@@ -1,19 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models of transformers whose files ask by name which attention they have, models made of parts,
-copies of a sparse model, also in another process, and continuous batching, where transformers takes
-its own attention alone."""
+copies of a sparse model, and continuous batching, where transformers takes its own attention
+alone."""
 
 from __future__ import annotations
 
 import copy
 import gc
 import importlib
-import os
 import pickle
-import subprocess
 import sys
 import weakref
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -122,46 +119,6 @@ def test_a_model_that_is_dropped_is_freed(make_model, ids: Tensor) -> None:
     del model
     gc.collect()
     assert held() is None
-
-
-#: Loads a pickled model where nothing of ours is imported, and where another model is sparse, with
-#: its own rules.
-CHILD = """
-import pickle, sys, torch, transformers
-transformers.logging.set_verbosity_error()
-file, ids, out = sys.argv[1], torch.load(sys.argv[2]), sys.argv[3]
-
-def logits():
-    with open(file, "rb") as stream, torch.inference_mode():
-        return pickle.load(stream)(ids, use_cache=False).logits
-
-try:
-    logits()
-    raise SystemExit("it knew what it was not told")
-except KeyError as error:
-    assert "sparge_enabled" in str(error), error
-import sparge
-from tests.tiny_models.texts import make_text_model
-from sparge.integrations.transformers import enable
-other = enable(make_text_model("Llama", 1), sparge.SparsePolicy(topk=0.0), 100)
-torch.save(logits(), out)
-assert other.stats.sparse_calls + other.stats.dense_calls == 0
-"""
-
-
-def test_another_process_loads_a_sparse_model_as_it_was_before_or_says_what_it_lacks(
-    make_model, ids: Tensor, tmp_path: Path
-) -> None:
-    model = make_model()
-    own = model(ids, use_cache=False).logits
-    files = [str(tmp_path / name) for name in ("model", "ids", "out")]
-    torch.save(ids, files[1])
-    with enable(model, WHOLE, LEAST):
-        Path(files[0]).write_bytes(pickle.dumps(model))
-    root = Path(__file__).parents[2]
-    environment = os.environ | {"PYTHONPATH": str(root)}
-    subprocess.run([sys.executable, "-c", CHILD, *files], cwd=root, env=environment, check=True)
-    assert torch.equal(torch.load(files[2]), own)
 
 
 def test_a_model_takes_it_by_its_name(make_model, ids: Tensor, monkeypatch) -> None:

@@ -17,6 +17,7 @@ from sparge.order import grid as grid_module
 from sparge.order.grid import (
     TokenGrid,
     TokenOrder,
+    dealt_places,
     grid_order,
     order_as_dealt,
     raster_order,
@@ -216,3 +217,9 @@ def test_an_order_that_no_rank_shares_is_let_go() -> None:
     grid_module._order_of_kinds.cache_clear()
     gc.collect()
     assert gone() is None
+
+
+def test_parts_are_dealt_one_after_another_to_each_rank() -> None:
+    assert dealt_places((2, 6), 2).tolist() == [0, 2, 3, 4, 1, 5, 6, 7]
+    assert dealt_places((3, 4), 2).tolist() == [0, 1, 3, 4, 2, 5, 6], "the first rank has one more"
+    assert dealt_places((7,), 3).tolist() == list(range(7))

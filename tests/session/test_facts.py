@@ -258,6 +258,10 @@ def of_both(hidden: range) -> Tensor:
 
 
 ROW = added(*range(20, 24), value=-3e4)
+WEIGHED = ROW + ROW.mT
+WEIGHED[..., 20, 99] = -0.5
+PLACES = torch.arange(344)
+SHIFTED = ((PLACES[:, None] < 324) & (PLACES >= 20))[None, None]
 TWO = torch.cat([added(20, 21, 22, 23), added(3, 9, 11, 12)])
 MASKS: dict[str, tuple[Tensor, Any]] = {
     "padding that is added": (added(*range(20, 24)), (range(20, 24), False)),
@@ -266,11 +270,16 @@ MASKS: dict[str, tuple[Tensor, Any]] = {
     "of queries, too": (of_both(range(20, 24)), (range(20, 24), True)),
     "of queries, too, and added": (ROW + ROW.mT, (range(20, 24), True)),
     "of keys, for each query": (added(*range(4)).repeat(1, 1, 344, 1), (range(4), False)),
+    "of keys, for each head": (added(*range(4)).repeat(1, 2, 1, 1), (range(4), False)),
     "nothing hidden": (added(), None),
     "weights": (added(3, value=-0.5), MASK),
     "a hole in the picture": (added(40), MASK),
     "no real token": (added(*range(344)), MASK),
     "queries that differ": (torch.eye(344, dtype=torch.bool)[None, None], MASK),
+    "heads that differ": (torch.cat([added(20), added(21)], 1), MASK),
+    "of queries, too, by head": (torch.cat([of_both(range(4)), of_both(range(0))], 1), MASK),
+    "weights of a hidden query": (WEIGHED, MASK),
+    "as many places as padding leaves": (SHIFTED, MASK),
     "a block of queries and keys with a hole": (
         of_both(range(9)) & (torch.arange(344) != 99),
         MASK,
