@@ -122,7 +122,7 @@ def test_prompts_and_steps_are_numbered(name: str, passes: list[Any]) -> None:
     assert [each.is_last_dense for each in steps] == [each.number == 1 for each in steps]
 
 
-@pytest.mark.parametrize("name", ["CogVideoX", "Mochi", "HunyuanVideo", "SD3.5"])
+@pytest.mark.parametrize("name", ["HunyuanVideo", "SD3.5"])
 def test_a_budget_is_kept_by_measured_heads(name: str) -> None:
     tiny = ALL[name]()
     with enable(tiny.pipe, "auto budget", topk=0.5, min_tokens=100, start_percent=0.25) as handle:
@@ -256,11 +256,10 @@ def test_offloaded_and_replaced_modules_do_not_matter() -> None:
         assert handle.stats is not None and handle.stats.counts.sparse == 2 * CALLS["Wan 2.1"]
 
 
-@pytest.mark.parametrize("ulysses", [1, 2])
-def test_a_ring_of_gpus_is_native_and_the_line_says_what_serves_it(ulysses: int) -> None:
+def test_a_ring_of_gpus_is_native_and_the_line_says_what_serves_it() -> None:
     tiny = ALL["Flux"]()
     native = tiny(2)
-    config = SimpleNamespace(ring_degree=2, ulysses_degree=ulysses)
+    config = SimpleNamespace(ring_degree=2, ulysses_degree=2)
     tiny.pipe.transformer._parallel_config = SimpleNamespace(context_parallel_config=config)
     with enable(tiny.pipe, "auto budget", topk=0.3, **TINY) as handle:
         assert torch.equal(tiny(2), native)

@@ -39,11 +39,6 @@ def ids(generator: torch.Generator) -> Tensor:
     return torch.randint(3, 97, (1, 160), generator=generator)
 
 
-def llama() -> Any:
-    config = transformers.LlamaConfig(**SIZE, intermediate_size=64, num_hidden_layers=1)
-    return transformers.LlamaForCausalLM._from_config(config, attn_implementation="sdpa").eval()
-
-
 @pytest.mark.parametrize("options", [{}, {"logits_to_keep": 3}], ids=["whole", "last three"])
 def test_short_prompts_of_layers_that_share_keys_are_the_models_own(
     ids: Tensor, options: dict[str, int]
@@ -75,19 +70,19 @@ def test_parts_without_an_attention_are_left_without() -> None:
     assert [part and part._attn_implementation for part in parts] == before
 
 
-def test_a_part_and_the_whole_replace_each_other(ids: Tensor) -> None:
-    model = llama()
+def test_a_part_and_the_whole_replace_each_other(make_model, ids: Tensor) -> None:
+    model = make_model()
     own = model(ids).logits
     for first, second in ((model.model, model), (model, model.model)):
         replaced = enable(first, min_tokens=LEAST)
         with enable(second, min_tokens=LEAST) as sparse:
             model(ids)
-        assert (replaced.stats.sparse_calls, sparse.stats.sparse_calls) == (0, 1)
+        assert (replaced.stats.sparse_calls, sparse.stats.sparse_calls) == (0, LAYERS)
         assert torch.equal(model(ids).logits, own)
 
 
-def test_a_model_that_chooses_keys_itself_is_refused() -> None:
-    model = llama()
+def test_a_model_that_chooses_keys_itself_is_refused(make_model) -> None:
+    model = make_model()
     model.model.layers[0].self_attn.indexer = torch.nn.Identity()
     with pytest.raises(sparge.Unsupported, match="chooses keys by an indexer of its own"):
         enable(model)

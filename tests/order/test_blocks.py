@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The block map's bits, and corner cases of block selection, which tests/fuzz lets go either way."""
+"""The block map's bits, and corner cases of block selection that tests/fuzz lets go either way."""
 
 from __future__ import annotations
 

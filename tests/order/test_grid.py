@@ -117,14 +117,6 @@ def test_key_lengths_cut_the_suffix() -> None:
     assert torch.equal(order.key_counts(None, 2), whole)
 
 
-@pytest.mark.parametrize("tokens", [1, 64, 65, 130, 1000])
-def test_raster_order_is_none(tokens: int) -> None:
-    order = raster_order(tokens)
-    check(order, tokens)
-    assert torch.equal(order.token_slots[0], torch.arange(tokens, dtype=torch.int32))
-    assert not order.keys_exact.any()
-
-
 def test_orders_are_made_once_and_copied_once() -> None:
     grid = TokenGrid(4, 5, 6, prefix=7)
     order = grid_order(grid)
