@@ -24,7 +24,7 @@ from sparge.session import (
     TokenLayout,
 )
 from sparge.session import calls as module
-from sparge.session.calls import CAPTURED, UNEVEN, ReadMasks, RealTokens
+from sparge.session.calls import CAPTURED, UNEVEN, ReadMasks, RealTokens, may_be_padding
 from sparge.session.schedule import budgets, fitted
 
 INF = float("inf")
@@ -306,6 +306,15 @@ def test_padding_masks_are_read(mask: Tensor, expected: Any) -> None:
         assert found.rest.tolist() == [[20, 21, 22, 23], [3, 9, 11, 12]]
     else:
         assert found == expected
+
+
+@pytest.mark.parametrize(
+    "shape", [(344,), (1, 1, 340), (1, 3, 1, 344), (3, 1, 1, 344), (1, 1, 7, 344), (3, 344, 344)]
+)
+def test_masks_of_other_shapes_are_no_padding(shape: tuple[int, ...]) -> None:
+    q = torch.zeros(2, 2, 344, 8)
+    assert may_be_padding(torch.zeros(2, 2, 344, 344), q, q)
+    assert not may_be_padding(torch.zeros(shape), q, q)
 
 
 def test_a_mask_is_read_once_where_its_changes_show(monkeypatch) -> None:
