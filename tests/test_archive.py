@@ -59,17 +59,12 @@ def test_unpacked_it_installs_and_imports_and_loads_no_more_than_it_needs(
     for name in packed:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
-    modules = [
-        ".".join(path.relative_to(tmp_path).with_suffix("").parts).removesuffix(".__init__")
-        for path in sorted((tmp_path / "sparge").rglob("*.py"))
-        if path.stem != "__main__"
-    ]
     code = f"""
-import ctypes, importlib, sys, torch; sys.path.insert(0, {str(tmp_path)!r})
+import ctypes, sys, torch; sys.path.insert(0, {str(tmp_path)!r})
 loads, ctypes.CDLL = ctypes.CDLL, None
 import sparge.kernels
 ctypes.CDLL = loads
-for name in {modules!r}: importlib.import_module(name)
+import sparge.compat.autotune, sparge.integrations.diffusers, sparge.session
 assert "diffusers" not in sys.modules and not torch.cuda.is_initialized()
 from sparge.kernels.source import find_csrc, read_sources
 print(find_csrc(), len(read_sources("attend").headers))"""
