@@ -51,19 +51,21 @@ def test_it_holds_what_a_user_runs_and_nothing_else(packed: set[str], tmp_path: 
     assert (tmp_path / "node.zip").stat().st_size < MOST
 
 
-def test_unpacked_it_installs_and_imports(packed: set[str], tmp_path: Path) -> None:
-    """ComfyUI's own modules apart, which tests/comfy has."""
+def test_unpacked_it_installs_and_imports_and_loads_no_more_than_it_needs(
+    packed: set[str], tmp_path: Path
+) -> None:
+    """ComfyUI's own modules apart, which tests/comfy has. Kernels load no native library before a
+    call does. The integration with diffusers knows pipelines by their attributes alone."""
     for name in packed:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
-    modules = [
-        ".".join(path.relative_to(tmp_path).with_suffix("").parts).removesuffix(".__init__")
-        for path in sorted((tmp_path / "sparge").rglob("*.py"))
-        if path.stem != "__main__"
-    ]
     code = f"""
-import importlib, sys; sys.path.insert(0, {str(tmp_path)!r})
-for name in {modules!r}: importlib.import_module(name)
+import ctypes, sys, torch; sys.path.insert(0, {str(tmp_path)!r})
+loads, ctypes.CDLL = ctypes.CDLL, None
+import sparge.kernels
+ctypes.CDLL = loads
+import sparge.compat.autotune, sparge.integrations.diffusers, sparge.session
+assert "diffusers" not in sys.modules and not torch.cuda.is_initialized()
 from sparge.kernels.source import find_csrc, read_sources
 print(find_csrc(), len(read_sources("attend").headers))"""
     for command in (["-I", "install.py"], ["-I", "-c", code]):

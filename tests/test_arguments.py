@@ -138,7 +138,12 @@ def tokens(*counts: int) -> tuple[torch.Tensor, ...]:
         (policy_of, {"pvthreshd": -1.0}, "pvthreshd"),
         (policy_of, {"simthreshd1": math.nan}, "simthreshd1 is nan; it takes a number"),
         *((changed, {x: 0.5}, f"{x} is 0.5; give a torch tensor") for x in TENSORS),
-        (changed, {"output_scale": torch.ones(3)}, "output_scale has shape"),
+        (changed, {"output_scale": torch.ones(3)}, r"output_scale has shape \(3,\)"),
+        (changed, {"density": torch.zeros(2, 1)}, r"density has shape \(2, 1\)"),
+        (changed, {"density": torch.zeros(2).double()}, "density has .* give one torch.float32"),
+        (changed, {"router": torch.zeros(2)}, "router has .* torch.float32; give one torch.int32"),
+        (changed, {"order_kind": torch.zeros(2, device="meta").int()},
+         "order_kind is on meta and density on cpu: put all values"),
         (changed, {"pools": "no"}, "pools is 'no'; it takes True or False"),
         (uniform, {"heads": 2.0}, "heads is 2.0; it takes a whole number from 1"),
         (uniform, {"density": "half"}, "density is 'half'; give a number"),
@@ -146,7 +151,7 @@ def tokens(*counts: int) -> tuple[torch.Tensor, ...]:
         (uniform, {"pool_weight": -1.0}, "density is 0.5 and pool_weight -1.0"),
         (uniform, {"router": "error"}, "router is 'error'; it takes Router"),
     ],
-)
+)  # fmt: skip
 def test_policies_and_head_settings_that_are_none(make: Any, named: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         make(**named)
@@ -161,18 +166,6 @@ def test_numpys_numbers_are_numbers(make_qkv) -> None:
     expected = attention(q, k, v, same, scale=0.125, is_causal=True)
     assert torch.equal(attention(q, k, v, policy, **given), expected)
     assert uniform(np.int64(2), np.float32(0.5)).heads == 2
-
-
-@pytest.mark.parametrize("name", ["exact_prefix", "exact_suffix"])
-def test_text_longer_than_the_sequence_is_all_of_it(make_qkv, name: str) -> None:
-    q, k, v = make_qkv(1, 2, 300, 64)
-    for tokens in (301, 2**31 - 1):
-        policy = replace(SparsePolicy(topk=0.1, precision=Precision.INT8_FP16), **{name: tokens})
-        expected = attention(q, k, v, replace(policy, topk=1.0))
-        for head_settings in (None, HeadSettings.uniform(2, 0.1)):
-            stats = AttentionStats("cpu")
-            found = attention(q, k, v, policy, head_settings=head_settings, stats=stats)
-            assert torch.equal(found, expected) and stats.density == 1
 
 
 def test_calls_that_raise_do_not_count(make_qkv, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -35,7 +36,9 @@ def test_a_call_falls_back_before_it_launches_and_once(
     attention: Any = sparge.attention
     if compiled:
         attention = torch.compile(attention, fullgraph=True, backend="eager")
-    attention(*make_qkv())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of a cache in what is traced, say
+        attention(*make_qkv())
     fallback = ("sm_90", Element.INT8_FP16, "attend")
     own = ("sm_90a", Element.INT8_E4M3, HOPPER_ATTEND)
     target, element, attend = fallback if missing else own

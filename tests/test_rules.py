@@ -46,7 +46,7 @@ def assert_rounded(out: Tensor, qkv: tuple[Tensor, Tensor, Tensor], mask: Tensor
 def test_a_rule_gives_attention_under_its_own_mask(make_qkv, name: str) -> None:
     """Whole graphs of torch.compile have it."""
     torch._dynamo.reset()
-    qkv, rule = make_qkv(2, 4, GRID.tokens, kv_heads=2), RULES[name]("cpu")
+    qkv, rule = make_qkv(2, 2, GRID.tokens, kv_heads=1), RULES[name]("cpu")
     compiled = torch.compile(partial(attend, enable_gqa=True), backend="eager", fullgraph=True)
     with sparge.sdpa(lambda call: rule(call) | {"policy": SIXTEEN_BIT}, 100) as stats:
         out = attend(*qkv, enable_gqa=True)
@@ -121,14 +121,10 @@ def test_a_rule_that_gives_something_else_is_told(make_qkv, bad: Any) -> None:
         attend(*make_qkv(1, 2, 200))
 
 
-def test_kernels_are_told_of_mask_and_order(make_qkv, pretended_gpu) -> None:
+def test_kernels_are_told_of_the_mask(make_qkv, pretended_gpu) -> None:
     q, k, v = make_qkv(2, 2, GRID.tokens)
     rule: Any = RULES["radial"]("cpu")(sparge.TorchCall(q, k, v))
     sparge.attention(q, k, v, **rule)
-    route, quantize = (pretended_gpu.of_entry(name).params for name in ("route", "quantize"))
+    route = pretended_gpu.of_entry("route").params
     assert route.select == 2 and route.block_mask == rule["block_mask"].data_ptr()
-    order = rule["order"]
-    assert [*route.mask_stride] == [0, 0, order.key_blocks, 1]
-    assert route.keys_exact == order.keys_exact.data_ptr()
-    assert route.queries_exact == order.queries_exact.data_ptr()
-    assert quantize.problem.slot_token == order.slot_tokens.data_ptr()
+    assert [*route.mask_stride] == [0, 0, rule["order"].key_blocks, 1]

@@ -6,7 +6,7 @@ roundings what it may be off by (`bounds`), and the rules of a policy which bloc
 (`routing`). On the CPU the reference is judged twice, in plain arithmetic and in that of a Hopper
 GPU. By environment variables:
 
-    SPARGE_FUZZ_CASES=10000   so many calls; without it 1,000 on the CPU, each judged in two ways,
+    SPARGE_FUZZ_CASES=10000   so many calls; without it 600 on the CPU, each judged in two ways,
                               and 1,500 on a GPU
     SPARGE_FUZZ_SEED=1234     that call alone, as a failure names it
 """

@@ -56,6 +56,8 @@ def test_a_compiled_model_gives_the_same_bits(
 ) -> None:
     """In blocks compiled or not, attention is outside of the graphs."""
     tiny = ALL[name]()
+    if compiled is wrapped:
+        del tiny.pipe.transformer.transformer_blocks[1:]  # tracing takes the time of this test
     with enable(tiny.pipe, mode, **SETTINGS) as handle:
         expected = tiny(STEPS)
     assert handle.stats is not None
@@ -77,8 +79,7 @@ def test_the_mode_gets_no_graphs_of_its_own() -> None:
     """Mochi's attention has steps that break a graph. Each function in them asks the mode, and
     torch would warn that it compiled that too often."""
     tiny = ALL["Mochi"]()
-    for block in tiny.pipe.transformer.transformer_blocks:
-        block.compile(backend="eager")
+    tiny.pipe.transformer.transformer_blocks[0].compile(backend="eager")
     with enable(tiny.pipe, "manual", **SETTINGS) as handle:
         tiny(STEPS)
     assert handle.stats is not None and handle.stats.counts.sparse > 0

@@ -105,26 +105,20 @@ class Parts(nn.Module):
         return self.transformer_blocks[0](x)
 
 
-def own() -> tuple[nn.Module, dict[str, Any]]:
-    return Parts(), {"hidden_states": drawn(1, 2, 200, 64, seed=1)}
-
-
-def loop(model: nn.Module, given: dict[str, Any], pipe: Any) -> None:
+def loop(pipe: Any) -> None:
     for t in pipe.scheduler.timesteps:
-        model(timestep=t[None].bfloat16() / 1000, **given)
+        pipe.transformer(drawn(1, 2, 200, 64, seed=1), t[None].bfloat16() / 1000)
 
 
 def test_sparse_and_dense_calls_are_those_that_came() -> None:
-    torch.manual_seed(0)
-    model, given = own()
-    pipe = SimpleNamespace(transformer=model.bfloat16().eval(), scheduler=flow())
+    pipe = SimpleNamespace(transformer=Parts().bfloat16(), scheduler=flow())
     pipe.scheduler.set_timesteps(STEPS)
     seen: list[int] = []
     with torch.no_grad():
         with AttentionMode(lambda query, *_: seen.append(query.shape[2])):
-            loop(model, given, pipe)
+            loop(pipe)
         with enable(pipe, "manual", topk=0.3, min_tokens=LEAST, start_percent=0.0) as handle:
-            loop(model, given, pipe)
+            loop(pipe)
     assert handle.stats is not None
     counts, seen = handle.stats.counts, [tokens for tokens in seen if tokens >= LEAST]
     assert counts.sparse + counts.dense == len(seen) and counts.dense == STEPS
@@ -132,11 +126,11 @@ def test_sparse_and_dense_calls_are_those_that_came() -> None:
 
 
 def test_a_controlnet_that_is_not_served_is_told() -> None:
-    model, given = own()
-    pipe = SimpleNamespace(transformer=model.bfloat16(), scheduler=flow(), controlnet=nn.Identity())
+    model = Parts().bfloat16()
+    pipe = SimpleNamespace(transformer=model, scheduler=flow(), controlnet=nn.Identity())
     pipe.scheduler.set_timesteps(1)
     with enable(pipe, "manual", min_tokens=LEAST, start_percent=0.0) as handle:
-        loop(model, given, pipe)
+        loop(pipe)
     assert "the attention of the pipeline's controlnet is native, and not counted" in handle.line
 
 

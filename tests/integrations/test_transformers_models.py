@@ -1,19 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models of transformers whose files ask by name which attention they have, models made of parts,
-copies of a sparse model, also in another process, and continuous batching, where transformers takes
-its own attention alone."""
+copies of a sparse model, and continuous batching, where transformers takes its own attention
+alone."""
 
 from __future__ import annotations
 
 import copy
 import gc
 import importlib
-import os
 import pickle
-import subprocess
 import sys
 import weakref
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,11 +37,6 @@ WHOLE = sparge.SparsePolicy(topk=1.0, attention_sink=True)
 @pytest.fixture
 def ids(generator: torch.Generator) -> Tensor:
     return torch.randint(3, 97, (1, 160), generator=generator)
-
-
-def llama() -> Any:
-    config = transformers.LlamaConfig(**SIZE, intermediate_size=64, num_hidden_layers=1)
-    return transformers.LlamaForCausalLM._from_config(config, attn_implementation="sdpa").eval()
 
 
 @pytest.mark.parametrize("options", [{}, {"logits_to_keep": 3}], ids=["whole", "last three"])
@@ -78,19 +70,19 @@ def test_parts_without_an_attention_are_left_without() -> None:
     assert [part and part._attn_implementation for part in parts] == before
 
 
-def test_a_part_and_the_whole_replace_each_other(ids: Tensor) -> None:
-    model = llama()
+def test_a_part_and_the_whole_replace_each_other(make_model, ids: Tensor) -> None:
+    model = make_model()
     own = model(ids).logits
     for first, second in ((model.model, model), (model, model.model)):
         replaced = enable(first, min_tokens=LEAST)
         with enable(second, min_tokens=LEAST) as sparse:
             model(ids)
-        assert (replaced.stats.sparse_calls, sparse.stats.sparse_calls) == (0, 1)
+        assert (replaced.stats.sparse_calls, sparse.stats.sparse_calls) == (0, LAYERS)
         assert torch.equal(model(ids).logits, own)
 
 
-def test_a_model_that_chooses_keys_itself_is_refused() -> None:
-    model = llama()
+def test_a_model_that_chooses_keys_itself_is_refused(make_model) -> None:
+    model = make_model()
     model.model.layers[0].self_attn.indexer = torch.nn.Identity()
     with pytest.raises(sparge.Unsupported, match="chooses keys by an indexer of its own"):
         enable(model)
@@ -122,46 +114,6 @@ def test_a_model_that_is_dropped_is_freed(make_model, ids: Tensor) -> None:
     del model
     gc.collect()
     assert held() is None
-
-
-#: Loads a pickled model where nothing of ours is imported, and where another model is sparse, with
-#: its own rules.
-CHILD = """
-import pickle, sys, torch, transformers
-transformers.logging.set_verbosity_error()
-file, ids, out = sys.argv[1], torch.load(sys.argv[2]), sys.argv[3]
-
-def logits():
-    with open(file, "rb") as stream, torch.inference_mode():
-        return pickle.load(stream)(ids, use_cache=False).logits
-
-try:
-    logits()
-    raise SystemExit("it knew what it was not told")
-except KeyError as error:
-    assert "sparge_enabled" in str(error), error
-import sparge
-from tests.tiny_models.texts import make_text_model
-from sparge.integrations.transformers import enable
-other = enable(make_text_model("Llama", 1), sparge.SparsePolicy(topk=0.0), 100)
-torch.save(logits(), out)
-assert other.stats.sparse_calls + other.stats.dense_calls == 0
-"""
-
-
-def test_another_process_loads_a_sparse_model_as_it_was_before_or_says_what_it_lacks(
-    make_model, ids: Tensor, tmp_path: Path
-) -> None:
-    model = make_model()
-    own = model(ids, use_cache=False).logits
-    files = [str(tmp_path / name) for name in ("model", "ids", "out")]
-    torch.save(ids, files[1])
-    with enable(model, WHOLE, LEAST):
-        Path(files[0]).write_bytes(pickle.dumps(model))
-    root = Path(__file__).parents[2]
-    environment = os.environ | {"PYTHONPATH": str(root)}
-    subprocess.run([sys.executable, "-c", CHILD, *files], cwd=root, env=environment, check=True)
-    assert torch.equal(torch.load(files[2]), own)
 
 
 def test_a_model_takes_it_by_its_name(make_model, ids: Tensor, monkeypatch) -> None:

@@ -17,6 +17,7 @@ from sparge.order import grid as grid_module
 from sparge.order.grid import (
     TokenGrid,
     TokenOrder,
+    dealt_places,
     grid_order,
     order_as_dealt,
     raster_order,
@@ -116,14 +117,6 @@ def test_key_lengths_cut_the_suffix() -> None:
     assert torch.equal(order.key_counts(None, 2), whole)
 
 
-@pytest.mark.parametrize("tokens", [1, 64, 65, 130, 1000])
-def test_raster_order_is_none(tokens: int) -> None:
-    order = raster_order(tokens)
-    check(order, tokens)
-    assert torch.equal(order.token_slots[0], torch.arange(tokens, dtype=torch.int32))
-    assert not order.keys_exact.any()
-
-
 def test_orders_are_made_once_and_copied_once() -> None:
     grid = TokenGrid(4, 5, 6, prefix=7)
     order = grid_order(grid)
@@ -216,3 +209,9 @@ def test_an_order_that_no_rank_shares_is_let_go() -> None:
     grid_module._order_of_kinds.cache_clear()
     gc.collect()
     assert gone() is None
+
+
+def test_parts_are_dealt_one_after_another_to_each_rank() -> None:
+    assert dealt_places((2, 6), 2).tolist() == [0, 2, 3, 4, 1, 5, 6, 7]
+    assert dealt_places((3, 4), 2).tolist() == [0, 1, 3, 4, 2, 5, 6], "the first rank has one more"
+    assert dealt_places((7,), 3).tolist() == list(range(7))

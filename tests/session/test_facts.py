@@ -24,7 +24,7 @@ from sparge.session import (
     TokenLayout,
 )
 from sparge.session import calls as module
-from sparge.session.calls import CAPTURED, UNEVEN, ReadMasks, RealTokens
+from sparge.session.calls import CAPTURED, UNEVEN, ReadMasks, RealTokens, may_be_padding
 from sparge.session.schedule import budgets, fitted
 
 INF = float("inf")
@@ -261,6 +261,10 @@ def of_both(hidden: range) -> Tensor:
 
 
 ROW = added(*range(20, 24), value=-3e4)
+WEIGHED = ROW + ROW.mT
+WEIGHED[..., 20, 99] = -0.5
+PLACES = torch.arange(344)
+SHIFTED = ((PLACES[:, None] < 324) & (PLACES >= 20))[None, None]
 TWO = torch.cat([added(20, 21, 22, 23), added(3, 9, 11, 12)])
 MASKS: dict[str, tuple[Tensor, Any]] = {
     "padding that is added": (added(*range(20, 24)), (range(20, 24), False)),
@@ -269,11 +273,16 @@ MASKS: dict[str, tuple[Tensor, Any]] = {
     "of queries, too": (of_both(range(20, 24)), (range(20, 24), True)),
     "of queries, too, and added": (ROW + ROW.mT, (range(20, 24), True)),
     "of keys, for each query": (added(*range(4)).repeat(1, 1, 344, 1), (range(4), False)),
+    "of keys, for each head": (added(*range(4)).repeat(1, 2, 1, 1), (range(4), False)),
     "nothing hidden": (added(), None),
     "weights": (added(3, value=-0.5), MASK),
     "a hole in the picture": (added(40), MASK),
     "no real token": (added(*range(344)), MASK),
     "queries that differ": (torch.eye(344, dtype=torch.bool)[None, None], MASK),
+    "heads that differ": (torch.cat([added(20), added(21)], 1), MASK),
+    "of queries, too, by head": (torch.cat([of_both(range(4)), of_both(range(0))], 1), MASK),
+    "weights of a hidden query": (WEIGHED, MASK),
+    "as many places as padding leaves": (SHIFTED, MASK),
     "a block of queries and keys with a hole": (
         of_both(range(9)) & (torch.arange(344) != 99),
         MASK,
@@ -300,6 +309,15 @@ def test_padding_masks_are_read(mask: Tensor, expected: Any) -> None:
         assert found.rest.tolist() == [[20, 21, 22, 23], [3, 9, 11, 12]]
     else:
         assert found == expected
+
+
+@pytest.mark.parametrize(
+    "shape", [(344,), (1, 1, 340), (1, 3, 1, 344), (3, 1, 1, 344), (1, 1, 7, 344), (3, 344, 344)]
+)
+def test_masks_of_other_shapes_are_no_padding(shape: tuple[int, ...]) -> None:
+    q = torch.zeros(2, 2, 344, 8)
+    assert may_be_padding(torch.zeros(2, 2, 344, 344), q, q)
+    assert not may_be_padding(torch.zeros(shape), q, q)
 
 
 def test_a_mask_is_read_once_where_its_changes_show(monkeypatch) -> None:

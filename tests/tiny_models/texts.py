@@ -22,9 +22,6 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-#: Names of configurations that are not those of their models.
-_CONFIGS = {"Gemma3": "Gemma3TextConfig"}
-
 #: Takes a model and its tokens (batch, tokens), and gives logits of real ones (..., words).
 Run = Callable[[Any, Tensor], Tensor]
 
@@ -41,8 +38,8 @@ def make_text_model(
     import transformers
 
     torch.manual_seed(seed)
-    name = _CONFIGS.get(architecture, f"{architecture}Config")
-    config = getattr(transformers, name)(**SIZES | configuration, attn_implementation=attention)
+    kind = getattr(transformers, f"{architecture}Config")
+    config = kind(**SIZES | configuration, attn_implementation=attention)
     return getattr(transformers, f"{architecture}ForCausalLM")(config).to(dtype).eval()
 
 
