@@ -249,19 +249,16 @@ def test_the_refiners_of_omnigen2_have_grids_of_their_own(families):
     assert layout.tokens.tokens == 30 + 8 * 6 + 4 * 6 + 80
     picture, images = layout.branches
     assert layout.sequence(80) is picture and (picture.height, picture.width) == (8, 10)
-    assert layout.sequence(72) is images and (images.height, images.width, images.tail) == (
-        8,
-        6,
-        24,
-    )
+    assert layout.sequence(72) is images
+    assert (images.height, images.width, images.tail) == (8, 6, 24)
 
 
 def test_heads_are_known_before_a_call(families):
-    wan, ltx = model("WanModel", num_heads=40, **WAN), model("LTXBaseModel", num_attention_heads=32)
-    krea, z_image = (
-        model("SingleStreamDiT", patch=2, heads=48),
-        model("NextDiT", n_heads=30, **Z_IMAGE),
-    )
-    models = (wan, ltx, krea, z_image, model("Novelty"))
-    found = [families.token_layout(each, VIDEO).heads for each in models]
-    assert found == [40, 32, 48, 30, None]
+    models = {
+        40: model("WanModel", num_heads=40, **WAN),
+        32: model("LTXBaseModel", num_attention_heads=32),
+        48: model("SingleStreamDiT", patch=2, heads=48),
+        30: model("NextDiT", n_heads=30, **Z_IMAGE),
+        None: model("Novelty"),
+    }
+    assert [families.token_layout(each, VIDEO).heads for each in models.values()] == [*models]

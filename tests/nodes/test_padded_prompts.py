@@ -105,10 +105,11 @@ def test_other_masks_stay_dense(run, qkv, mask, mode):
     assert all(torch.equal(out, masked(qkv, mask)) for out in got.given)
 
 
-def test_prompts_of_one_batch_that_are_padded_differently_stay_dense(load_pack, run, qkv):
+def test_prompts_of_one_batch_that_differ_in_length_stay_dense(load_pack, run, qkv):
     both, uneven = torch.cat([qkv, qkv], 1), load_pack("sparge.session.calls").UNEVEN
-    for n, reasons in ((REAL, {}), (REAL + 1, {uneven: 1})):
-        mask = torch.cat([padding(), padding(n)])[:, None]
+    in_front, longer = padding(places=range(TEXT - REAL)), padding(REAL + 1)
+    for second, reasons in ((in_front, {}), (longer, {uneven: 1})):
+        mask = torch.cat([padding(), second])[:, None]
         got = run(mask, step=lambda attend, mask=mask: attend(*both, HEADS, mask=mask, **FLAGS))
         assert got.counts.reasons == reasons and got.counts.sparse == 1 - len(reasons)
         assert relative_error(got.given[0], masked(both, mask)) < EIGHT_BIT

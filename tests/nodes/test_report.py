@@ -100,30 +100,16 @@ def test_a_run_without_layers_has_a_picture_of_words(picture, result):
     assert inked(picture.draw(result(by_step=()))) > 100
 
 
-@pytest.fixture
-def ran(load_pack, patch, result):
-    """ran(result): what the report node gives and shows of a run."""
-    node = load_pack("nodes.sparge_report").SpargeAttentionReport
-
-    def of(found, monkeypatch):
-        patched, shown = patch(), {}
-        load_pack("nodes.hook").hook_of(patched).last = found
-        io = sys.modules["comfy_api.latest"].io
-        monkeypatch.setattr(io, "NodeOutput", lambda *given, ui: shown.update(ui) or given)
-        texts = []
-        told = load_pack("nodes.sparge_report")
-        monkeypatch.setattr(told, "show_on_node", lambda node_id, text: texts.append(text))
-        return node.execute(patched, {"samples": 0}), shown, texts[-1]
-
-    return of
-
-
-def test_the_report_shows_itself(ran, result, load_pack, monkeypatch):
-    found, session = result(), load_pack("sparge.session")
-    (_, text, image), shown, under = ran(found, monkeypatch)
+def test_the_report_shows_itself(load_pack, picture, patch, result, monkeypatch):
+    found, session, patched, shown = result(), load_pack("sparge.session"), patch(), {}
+    load_pack("nodes.hook").hook_of(patched).last = found
+    io = sys.modules["comfy_api.latest"].io
+    monkeypatch.setattr(io, "NodeOutput", lambda *given, ui: shown.update(ui) or given)
+    monkeypatch.setattr(picture, "show_on_node", lambda _, text: shown.update(under=text))
+    _, text, image = picture.SpargeAttentionReport.execute(patched, {"samples": 0})
     assert shown["text"] == (text,) and shown["images"][0] is image
     assert text == session.details(found)
-    assert under == "\n".join(session.verdict(found))
+    assert shown["under"] == "\n".join(session.verdict(found))
 
 
 def test_lines_on_a_node_end_where_their_breaks_are_shown_as_spaces(load_pack):
