@@ -45,11 +45,8 @@ def said_in_the_log(server, prompt: dict[str, Any], on_the_node: str = ".+\n.+")
 
 @pytest.mark.parametrize("family", ["mochi", "wan", "cogvideox"])
 def test_a_graph_runs_sparse_and_says_so_on_the_node(server, family):
-    lines = r"\d+ of \d+ calls were sparse\.\n\d+ % of attention computed"
-    text = said_in_the_log(server, graph(family, **ALL_WIDGETS), lines)
-    sparse = re.search(r"(\d+) sparse and (\d+) dense self-attention calls", text)
-    assert sparse, text
-    assert int(sparse[1]) > 0
+    lines = r"[1-9]\d* of \d+ calls were sparse\.\n\d+ % of attention computed"
+    assert "density" in said_in_the_log(server, graph(family, **ALL_WIDGETS), lines)
 
 
 def test_flat_and_nested_names_give_the_same_run(server, base_directory):

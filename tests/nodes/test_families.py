@@ -21,6 +21,7 @@ CASES = {
     "CogVideoX 720x480x49": (
         "CogVideoXTransformer3DModel", COG, (13, 60, 90), (13, 30, 45), (30, 0),
     ),
+    "Wan 832x480x81": ("WanModel", WAN, (21, 60, 104), (21, 30, 52), (0, 0)),
     "LTXV 1280x720x121": ("LTXBaseModel", {}, (16, 22, 40), (16, 22, 40), (0, 0)),
     "LTXV with sound": ("LTXAVModel", {}, (16, 22, 40), (16, 22, 40), (0, 0)),
     "Kandinsky 5 768x512x121": ("Kandinsky5", WAN, (31, 64, 96), (31, 32, 48), (0, 0)),

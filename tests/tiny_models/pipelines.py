@@ -106,8 +106,8 @@ PICTURE_SIZE = {"height": PICTURE[1] * PIXELS, "width": PICTURE[2] * PIXELS}
 SECOND_ENCODER = {"tokenizer_2": None, "text_encoder_2": None}
 
 
-def flow(**config: Any) -> Any:
-    return diffusers.FlowMatchEulerDiscreteScheduler(**config)
+def flow() -> Any:
+    return diffusers.FlowMatchEulerDiscreteScheduler()
 
 
 def cogvideox(patch_size_t: int | None = None) -> Tiny:
@@ -191,13 +191,13 @@ def flux() -> Tiny:
     return Tiny(pipe, given, PICTURE, (TEXT, 0), guidance="true_cfg_scale")
 
 
-def sd3(version: str = "3.5") -> Tiny:
-    """version: "3.5" normalizes queries and keys, and attends twice in the first block."""
-    later = {"qk_norm": "rms_norm", "dual_attention_layers": (0,)} if version == "3.5" else {}
+def sd3() -> Tiny:
+    """3.5, which normalizes queries and keys, and attends twice in the first block."""
     model = made(
         diffusers.SD3Transformer2DModel, sample_size=PICTURE[1] * 2, patch_size=2, in_channels=4,
         num_layers=2, joint_attention_dim=WIDTH, caption_projection_dim=128,
-        pooled_projection_dim=32, out_channels=4, pos_embed_max_size=32, **later,
+        pooled_projection_dim=32, out_channels=4, pos_embed_max_size=32, qk_norm="rms_norm",
+        dual_attention_layers=(0,),
     )  # fmt: skip
     encoders = SECOND_ENCODER | {"tokenizer_3": None, "text_encoder_3": None}
     scales = {"vae_scale_factor": 8}
