@@ -86,8 +86,8 @@ class Chained:
 
 class Knowing(Chained):
     def __init__(self, previous):
-        self.itself = self
         super().__init__(previous)
+        self.itself = self
 
 
 def of_state(state):
