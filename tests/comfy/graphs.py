@@ -13,22 +13,6 @@ ALL_WIDGETS = {
 }  # fmt: skip
 
 
-#: Widgets that belong to a mode; the others are the node's own.
-OF_MODES = {
-    "auto quality": ["quality"],
-    "auto budget": ["topk"],
-    "manual": ["topk", "pvthreshd", "select_by", "cdfthreshd", "simthreshd1"],
-}
-
-
-def nested(widgets: dict[str, Any]) -> dict[str, Any]:
-    """The widgets as the browser sends them: those of the mode under `mode.`, of others none."""
-    of_mode = OF_MODES[widgets["mode"]]
-    of_any = {name for names in OF_MODES.values() for name in names}
-    own = {name: value for name, value in widgets.items() if name not in of_any}
-    return own | {f"mode.{name}": widgets[name] for name in of_mode if name in widgets}
-
-
 def graph(family: str, **widgets: Any) -> dict[str, Any]:
     """Model -> SpargeAttention (node 2) -> KSampler -> SaveLatent, with every default but these."""
     cond = [

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import comfy.model_management
 import comfy.model_patcher
 import comfy.sample
 import comfy.utils
@@ -38,7 +37,6 @@ from session import library_calls, patch, relative_error, replaced, reports, sam
 models.FAMILIES |= image_models.FAMILIES
 
 OVERRIDE = "optimized_attention_override"
-INTERRUPTED = comfy.model_management.InterruptProcessingException
 
 
 def windows(model: Any) -> Any:
@@ -154,30 +152,6 @@ def two_samplers(**widgets: Any) -> dict[str, Any]:
     with reports() as found:
         out = advanced(patch(high, **widgets), patch(low, **widgets))
     return {"reports": found, "error": relative_error(out, advanced(high, low))}
-
-
-def cancelled(at: int, steps: int, **widgets: Any) -> dict[str, Any]:
-    """The user presses Cancel after a step; before and after it the same patched model runs."""
-    patched = patch(models.build("wan"), **widgets)
-
-    def cancel(step: int, *_: Any) -> None:
-        if step == at:
-            raise INTERRUPTED()
-
-    raised = False
-    with reports() as found:
-        whole = sample(patched, "wan", steps=steps)
-        try:
-            sample(patched, "wan", steps=steps, callback=cancel)
-        except INTERRUPTED:
-            raised = True
-        again = sample(patched, "wan", steps=steps)
-    return {
-        "reports": found,
-        "raised": raised,
-        "same_after": torch.equal(whole, again),
-        "options": sorted(patched.model_options["transformer_options"]),
-    }
 
 
 def preferred() -> dict[str, Any] | None:

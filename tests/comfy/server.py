@@ -31,10 +31,8 @@ class Server:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
-        self.previews: list[tuple[str, bytes]] = []
-        """Node ids and files of the pictures that nodes of the last graph showed on the way."""
         self.texts: list[tuple[str, str]] = []
-        """Node ids and texts, likewise."""
+        """Node ids and texts that nodes of the last graph showed."""
         self._log_path = base / "server.log"
         page = front_end or base / "page"
         if front_end is None:
@@ -98,16 +96,13 @@ class Server:
             aiohttp.ClientSession() as session,
             session.ws_connect(f"{self.url}/ws?clientId={client}") as websocket,
         ):
-            able = {"supports_preview_metadata": True}
-            await websocket.send_json({"type": "feature_flags", "data": able})
-            self.previews, self.texts = [], []
+            self.texts = []
             status, answer = self.post("/prompt", {"prompt": prompt, "client_id": client})
             assert status == 200, json.dumps(answer, indent=1)
             while True:
                 message = await websocket.receive(timeout=TIMEOUT)
                 if message.type == aiohttp.WSMsgType.BINARY:
                     self.texts.extend(_node_text(message.data))
-                    self.previews.extend(_node_picture(message.data))
                 elif message.type == aiohttp.WSMsgType.TEXT:
                     event = json.loads(message.data)
                     assert event["type"] != "execution_error", json.dumps(event, indent=1)
@@ -120,14 +115,6 @@ class Server:
             self._process.wait(20)
         except subprocess.TimeoutExpired:
             self._process.kill()
-
-
-def _node_picture(message: bytes) -> Iterator[tuple[str, bytes]]:
-    """ComfyUI's binary message: event type, length of the facts, facts in JSON, file."""
-    picture_event = 4
-    if int.from_bytes(message[:4], "big") == picture_event:
-        end = 8 + int.from_bytes(message[4:8], "big")
-        yield json.loads(message[8:end])["node_id"], message[end:]
 
 
 def _node_text(message: bytes) -> Iterator[tuple[str, str]]:

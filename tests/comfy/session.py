@@ -92,8 +92,6 @@ def reports() -> Iterator[list[dict[str, Any]]]:
                 "cross": counts.cross,
                 "passes": counts.passes,
                 "reasons": dict(counts.reasons),
-                "density": result.densities.of_sparse_calls,
-                "stopped": result.stopped,
                 "text": session.summary(result),
                 "verdict": "\n".join(session.verdict(result)),
                 "by_step": [

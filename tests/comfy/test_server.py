@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.comfy.conftest import PACK
-from tests.comfy.graphs import ALL_WIDGETS, graph, nested
+from tests.comfy.graphs import ALL_WIDGETS, graph
 from tools import locales
 
 
@@ -45,57 +45,33 @@ def said_in_the_log(server, prompt: dict[str, Any], on_the_node: str = ".+\n.+")
 
 @pytest.mark.parametrize("family", ["mochi", "wan", "cogvideox"])
 def test_a_graph_runs_sparse_and_says_so_on_the_node(server, family):
-    lines = r"\d+ of \d+ calls were sparse\.\n\d+ % of attention computed"
-    text = said_in_the_log(server, graph(family, **ALL_WIDGETS), lines)
-    sparse = re.search(r"(\d+) sparse and (\d+) dense self-attention calls", text)
-    assert sparse, text
-    assert int(sparse[1]) > 0
+    lines = r"[1-9]\d* of \d+ calls were sparse\.\n\d+ % of attention computed"
+    assert "density" in said_in_the_log(server, graph(family, **ALL_WIDGETS), lines)
 
 
-def without_times(line: str) -> str:
-    return re.sub(r"Speedup [\d.]+x[^;]*; ", "", line)
-
-
-@pytest.mark.parametrize(
-    ("flat", "says"),
-    [
-        (ALL_WIDGETS, "density"),
-        (ALL_WIDGETS | {"mode": "auto budget", "topk": 0.6}, "; error 0."),
-        ({"min_tokens": 100, "start_percent": 0.3, "mode": "auto quality"}, "; error 0."),
-    ],
-)
-def test_flat_and_nested_names_give_the_same_run(server, base_directory, flat, says):
-    """The log has counts, density and error of the run, and the last file its latent. says: part of
-    the line that no other mode has."""
+def test_flat_and_nested_names_give_the_same_run(server, base_directory):
+    """The log has counts, density and error of the run, and the last file its latent. The browser
+    sends what belongs to a mode under `mode.`."""
     lines, latents = [], []
-    for widgets in (flat, nested(flat)):
-        lines.append(without_times(said_in_the_log(server, graph("wan", **widgets))))
+    for topk in ("topk", "mode.topk"):
+        widgets = {"mode": "auto budget", topk: 0.6, "min_tokens": 100, "start_percent": 0.3}
+        line = said_in_the_log(server, graph("wan", **widgets))
+        lines.append(re.sub(r"Speedup [\d.]+x[^;]*; ", "", line))
         file = max((base_directory / "output").glob("wan_*.latent"))
         latents.append(load_file(file)["latent_tensor"])
-    assert lines[0] == lines[1] and says in lines[0]
+    assert lines[0] == lines[1] and "; error 0." in lines[0]
     assert torch.equal(*latents)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "says"),
-    [
-        ({"topk": 7}, "topk is 7.0; it takes a number from 0.05 to 1.0."),
-        ({"topk": 0}, "topk is 0.0; it takes a number from 0.05 to 1.0."),
-        ({"topk": "half"}, "topk is 'half'; give a number from 0 to 1."),
-        ({"tokp": 0.3}, "Sparge Attention has no tokp; it takes mode, quality, topk, "),
-        ({"start_percent": 2}, "start_percent is 2.0; it takes a number from 0.0 to 1.0."),
-        ({"dense_blocks": "first"}, "dense_blocks contains 'first'; give block numbers"),
-    ],
-)
-def test_short_and_long_names_are_refused_alike(server, wrong, says):
-    """Once, and before anything runs. ComfyUI turns exact_dense "maybe" into true before any node
-    sees it."""
-    for prefix in ("", "mode."):
-        inputs = {f"{prefix}{name}": value for name, value in wrong.items()}
-        prompt = {"prompt": graph("wan", mode="auto budget", **inputs)}
-        status, answer = server.post("/prompt", prompt)
-        (error,) = answer["node_errors"]["2"]["errors"]
-        assert status == 400 and error["details"].startswith(says), error
+@pytest.mark.parametrize("topk", ["topk", "mode.topk"])
+def test_short_and_long_names_are_refused_alike(server, topk):
+    """Once, and before anything runs."""
+    status, answer = server.post(
+        "/prompt", {"prompt": graph("wan", mode="auto budget", **{topk: 7})}
+    )
+    (error,) = answer["node_errors"]["2"]["errors"]
+    assert status == 400
+    assert error["details"].startswith("topk is 7.0; it takes a number from 0.05 to 1.0."), error
 
 
 def outputs_of(server, node: str) -> dict[str, Any]:
@@ -125,24 +101,6 @@ def test_measured_and_reported(server):
     assert shown.splitlines()[0] == text
     assert outputs["8"]["text"] == [shown] and len(outputs["8"]["images"]) == 1, "on the node"
     assert len(outputs["10"]["images"]) == 1
-
-
-def test_two_clips_are_compared(server):
-    """Clips of other lengths too; the second is half as bright."""
-    clips = {
-        "1": {"width": 64, "height": 48, "batch_size": 3, "color": 0x808080},
-        "2": {"width": 64, "height": 48, "batch_size": 2, "color": 0x404040},
-    }
-    prompt = {
-        name: {"class_type": "EmptyImage", "inputs": inputs} for name, inputs in clips.items()
-    }
-    prompt["3"] = {
-        "class_type": "SpargeAttentionCompare",
-        "inputs": {"reference": ["1", 0], "clip": ["2", 0], "view": "split"},
-    }
-    ((node, text),) = server.run_graph(prompt)
-    assert node == "3" and text.startswith("Another picture: 12.0 dB PSNR")
-    assert "3 and 2 frames" in text
 
 
 def test_help_pages_and_translation_are_served(server, pack_folder):

@@ -6,7 +6,6 @@ tests/comfy runs the same code in real ComfyUI.
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import functools
 import importlib.util
@@ -179,12 +178,10 @@ class Session:
         step: Any,
         sigmas: list[float],
         conditionings: Sequence[list[int]] = ([1, 0],),
-        schedule: list[float] | None = None,
     ) -> list[Any]:
         """Calls step(attend) for each sigma and batch of conditionings; attend(q, k, v, heads,
         **kwargs) is the model's, of q, k, v that all conditionings of a batch share, and
-        attend.options the transformer_options of the pass. schedule: noise levels of the steps,
-        where the sampler evaluates the model at others too."""
+        attend.options the transformer_options of the pass."""
         guider = SimpleNamespace(
             model_options={"transformer_options": dict(self.patcher.transformer_options)},
             model_patcher=self.patcher,
@@ -198,7 +195,7 @@ class Session:
             evaluate = self._wrapped("predict_noise", guider, evaluation)
             return [result for sigma in sigmas for result in evaluate(sigma)]
 
-        levels = torch.tensor([*(sigmas if schedule is None else schedule), 0.0])
+        levels = torch.tensor([*sigmas, 0.0])
         noise = latent = sampler = None
         return self._wrapped("outer_sample", guider, inner)(noise, latent, sampler, levels)
 
@@ -300,8 +297,7 @@ def sampled(
 ) -> Callable[..., Any]:
     """sampled(step, sigmas, ...): a run with the node, when it is over.
 
-    prepared: changes the patched model. extras: conditioning. raises: errors that end the run.
-    Further names are widgets.
+    prepared: changes the patched model. extras: conditioning. Further names are widgets.
     """
     hook_of, told = load_pack("nodes.hook").hook_of, load_pack("sparge.session")
 
@@ -312,21 +308,18 @@ def sampled(
         latent: tuple[int, ...] = LATENT,
         context: Any = None,
         conditionings: Sequence[list[int]] = ([1, 0],),
-        schedule: list[float] | None = None,
         prepared: Callable[[Any], Any] = lambda patched: None,
         extras: dict[str, Any] | None = None,
-        raises: tuple[type[BaseException], ...] = (),
         **widgets: Any,
     ) -> SimpleNamespace:
         patched = patch(model, **widgets)
         prepared(patched)
-        session, given = Session(patched, latent, context), None
+        session = Session(patched, latent, context)
         session.extras = extras or {}
-        with contextlib.suppress(*raises):
-            given = session.sample(step, list(sigmas), conditionings, schedule)
-        (run, stopped), last = runs[-1], hook_of(patched).last
+        given = session.sample(step, list(sigmas), conditionings)
+        (run, _), last = runs[-1], hook_of(patched).last
         return SimpleNamespace(
-            given=given, patched=patched, options=session.options, run=run, stopped=stopped,
+            given=given, patched=patched, options=session.options, run=run,
             counts=run.counts, notes=[*run._notes], last=last, line=last and told.summary(last),
             details=last and told.details(last),
         )  # fmt: skip
@@ -350,8 +343,6 @@ class Asked(NamedTuple):
     order: Any
     heads: int | None
     """Number of heads that have settings of their own; None where none has."""
-    density: torch.Tensor | None
-    pool_weight: torch.Tensor | None
 
 
 @pytest.fixture
@@ -362,9 +353,7 @@ def asked(load_pack: Any, monkeypatch: pytest.MonkeyPatch) -> list[Asked]:
 
     def attention(q: Any, k: Any, v: Any, policy: Any, **kwargs: Any) -> Any:
         out, found = library(q, k, v, policy, **kwargs), kwargs["head_settings"]
-        heads = (found.heads, found.density.clone(), found.pool_weight.clone()) if found else None
-        given = policy, kwargs["order"], *(heads or (None, None, None))
-        seen.append(Asked((q, k, v, out), *given))
+        seen.append(Asked((q, k, v, out), policy, kwargs["order"], found and found.heads))
         return out
 
     monkeypatch.setattr(module, "attention", attention)

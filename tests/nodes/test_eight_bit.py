@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.nodes.parts import BLOCKS, HEADS
+from tests.nodes.parts import BLOCKS, EIGHT_BIT, HEADS, relative_error
 
 TOKENS = 512
 STATE = "sparge.session.session"
@@ -25,13 +25,10 @@ def timed(load_pack, monkeypatch):
     monkeypatch.delenv("SPARGE_REFERENCE", raising=False)
     monkeypatch.setattr(state, "unusable_reason", lambda device: None)
 
-    def pretend(seconds, sparse=0.1, measuring=0.0):
+    def pretend(seconds, sparse=0.1):
         def times_of(call, exact, grid):
             names.append(exact.name)
-            tokens, keys = call.query_tokens, call.k.shape[2]
-            if tokens != keys or tokens < TOKENS or call.q.dtype not in timing.DTYPES:
-                return None
-            return timing.Times(tokens, seconds, 1.0, 0.0, sparse, measuring)
+            return timing.Times(call.query_tokens, seconds, 1.0, 0.0, sparse, 0.0)
 
         monkeypatch.setattr(state, "times_of", times_of)
         return names
@@ -68,17 +65,13 @@ def test_the_dense_steps_are_in_eight_bits_and_measured(timed, run, load_pack, q
         counts = each.counts
         assert (counts.eight_bit, counts.dense, counts.sparse) == (eight_bit, BLOCKS, 2 * BLOCKS)
     assert set(names) == {load_pack("nodes.comfyui").exact_backend().name}
-    sparge = load_pack("sparge")
-    dense = sparge.attention(*qkv, sparge.SparsePolicy(topk=1.0), out_layout="NHD").flatten(2)
-    assert torch.equal(got.given[0], torch.cat([dense] * 2)), "cond and uncond"
     true = torch.nn.functional.scaled_dot_product_attention(*qkv).transpose(1, 2).flatten(2)
-    assert not torch.equal(dense, true) and torch.allclose(dense, true, atol=0.1)
+    true = torch.cat([true] * 2)  # cond and uncond
+    assert 0 < relative_error(got.given[0], true) < EIGHT_BIT
+    assert torch.equal(exact.given[0], true)
 
 
-def test_what_is_slower_is_left_out(timed, run):
-    """8 bits where exact attention is faster, and sparse calls, in mode manual too."""
-    timed(0.5)
-    assert run().counts.eight_bit == 0
+def test_sparse_calls_that_are_slower_are_left_out_in_mode_manual_too(timed, run):
     timed(2.0, sparse=6.0)
     counts = run(mode="manual").counts
     assert counts.eight_bit == counts.sparse == 0
@@ -100,17 +93,8 @@ def test_what_is_slower_is_left_out(timed, run):
             lambda attend, qkv: attend(*qkv, HEADS, **FLAGS, unknown=3, is_causal=True),
             "the model uses an option unknown here (unknown, is_causal)",
         ),
-        (
-            lambda attend, qkv: attend(qkv[0], *qkv[1:, :, :, :77], HEADS, **FLAGS),
-            f"fewer than min_tokens ({TOKENS}) tokens",
-        ),
-        (
-            lambda attend, qkv: attend(*qkv[:, :, :, :64], HEADS, **FLAGS),
-            f"fewer than min_tokens ({TOKENS}) tokens",
-        ),
-        (lambda attend, qkv: attend(*qkv.float(), HEADS, **FLAGS), "before start_percent 0.2"),
     ],
-    ids=["mask", "full precision", "unknown options", "few keys", "short", "float32"],
+    ids=["mask", "full precision", "unknown options"],
 )
 def test_other_calls_stay_exact(timed, run, call, why):
     timed(2.0)

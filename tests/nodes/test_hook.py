@@ -84,6 +84,12 @@ class Chained:
     __call__ = call
 
 
+class Knowing(Chained):
+    def __init__(self, previous):
+        super().__init__(previous)
+        self.itself = self
+
+
 def of_state(state):
     return lambda func, *args, **kwargs: state.previous(func, *args, **kwargs)
 
@@ -95,6 +101,7 @@ CHAINS = {
     "callable object": lambda override: Chained(override),
     "state object in a closure": lambda override: of_state(Chained(override)),
     "twice": lambda override: spoil(spoil(override)),
+    "object that knows itself": lambda override: Knowing(override),
 }
 
 
@@ -153,30 +160,38 @@ def test_a_dense_path_that_leads_back_ends(run):
     assert (counts.sparse, counts.calls) == (1, 8)
 
 
-def test_a_run_leaves_the_options_as_they_were(run):
-    before = []
-    got = run(prepared=lambda patched: before.append(dict(patched.transformer_options)))
-    assert got.options == before[0] == got.patched.transformer_options
-
-
 def test_comfyuis_own_sparse_node_on_the_same_model_is_named(run):
     callbacks = {"on_prepare_state": {"block_sparse_attention": [print]}}
     got = run(prepared=lambda patched: patched.transformer_options.update(callbacks=callbacks))
     assert "Model Sparse Attention is on the same model" in got.line
 
 
-def test_an_error_passes_through_and_is_reported(session, patch, runs):
+@pytest.mark.parametrize("mode", ["manual", "auto quality"])
+def test_cancel_leaves_a_report_and_nothing_else(session, patch, runs, step, mode):
     class Cancelled(BaseException):
         """Exception like ComfyUI's own, which is not an Exception."""
 
-    def cancel(attend):
-        raise Cancelled
+    levels, sigmas = [], [0.9, 0.6, 0.5, 0.4]
 
-    running = session(patch())
+    def cancelled(attend):
+        levels.append(True)
+        if len(levels) == 3:
+            raise Cancelled
+        return step(attend)
+
+    running = session(patch(mode=mode), LATENT)
+    before = dict(running.patcher.transformer_options)
+    whole = running.sample(step, sigmas)
+    assert running.options == before
     with pytest.raises(Cancelled):
-        running.sample(cancel, [0.5])
-    ((_, stopped),) = runs
-    assert stopped and set(running.options) == {KEY}
+        running.sample(cancelled, sigmas)
+    assert running.options == before == running.patcher.transformer_options
+    again = running.sample(step, sigmas)
+    assert [stopped for _, stopped in runs] == [False, True, False]
+    assert [run.counts.sparse for run, _ in runs] == [3, 1, 3]
+    assert all(map(torch.equal, whole, again))
+    first, _, last = (run.report() for run, _ in [*runs])
+    assert torch.equal(first.densities.by_step, last.densities.by_step)
 
 
 def test_a_failing_report_does_not_hide_the_result(load_pack, run, monkeypatch):
@@ -221,16 +236,11 @@ def test_one_forward_at_a_time_waits_for_the_gpu(patch, session, step, monkeypat
         assert len(reads) == 2
 
 
-def test_without_a_gpu_everything_stays_dense_and_the_line_says_why(run, monkeypatch):
+def test_without_a_gpu_everything_stays_dense_and_the_line_says_why(load_pack, run, monkeypatch):
+    """The machine is named before widgets."""
     monkeypatch.delenv("SPARGE_REFERENCE")
-    got = run()
+    got = run(start_percent=1.0, min_tokens=1 << 20)
     assert (got.counts.sparse, got.counts.dense) == (0, 3)
-    assert "nothing was skipped" in got.line and "NVIDIA" in got.line
-
-
-def test_the_machine_is_named_before_widgets(load_pack, sampled, step, monkeypatch):
-    monkeypatch.delenv("SPARGE_REFERENCE")
-    got = sampled(step, [0.5], start_percent=1.0, min_tokens=1 << 20)
     assert load_pack("sparge.session").verdict(got.last)[0].endswith(("NVIDIA GPU", "CPU alone"))
     assert "min_tokens" not in got.line and "start_percent" not in got.line
 

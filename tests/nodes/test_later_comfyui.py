@@ -155,16 +155,3 @@ def test_a_call_that_nobody_knows_goes_on_as_it_came(ran, make, qkv):
         assert (
             all(x is y for x, y in zip(args, given, strict=True)) and kwargs.keys() == named.keys()
         )
-
-
-def test_an_option_that_nobody_knows_goes_on_as_it_came(ran):
-    received = []
-
-    def func(*args, **kwargs):
-        received.append(kwargs["window"])
-        kwargs.pop("window")
-        return backend(*args, **kwargs)
-
-    got = ran(lambda options, *qkv: called(options, *qkv, heads=HEADS, func=func, window=7))
-    assert got.counts.sparse == 0 and received == [7] * 3 * BLOCKS
-    assert any("window" in reason for reason in got.counts.reasons)

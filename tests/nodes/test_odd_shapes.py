@@ -40,16 +40,9 @@ SHAPES = {
     "parts of one projection": (*torch.cat([Q, K, V], -1).chunk(3, -1), {}, True),
     "expanded over the batch": (*FLAT[:, :1].expand_as(FLAT), {}, True),
     "v 4-D, as SD3": (Q, K, SPLIT[2], {}, True),
-    "k and v 4-D": (Q, SPLIT[1], SPLIT[2], {}, True),
-    "k 4-D": (Q, SPLIT[1], V, {}, True),
     "v 4-D, strided": (Q, K, HEADS_FIRST[2].contiguous().transpose(1, 2), {}, True),
     "v expanded over tokens": (Q, K, V[:, :1].expand_as(V), {}, True),
-    "v expanded over heads": (Q, K, SPLIT[2][:, :, :1].expand_as(SPLIT[2]), {}, True),
-    "k and v expanded over the batch": (
-        Q, K[:1].expand_as(K), V[:1].expand_as(V), {}, True,
-    ),
     "heads first": (QH, KH, VH, {"skip_reshape": True}, True),
-    "heads first, v expanded": (QH, KH, VH[:, :1].expand_as(VH), {"skip_reshape": True}, True),
     "heads first, out too": (
         QH, KH, VH, {"skip_reshape": True, "skip_output_reshape": True}, True,
     ),
@@ -67,7 +60,6 @@ SHAPES = {
     "k and v 5-D": (
         Q, SPLIT[1].unflatten(1, (4, -1)), SPLIT[2].unflatten(1, (4, -1)), {}, False,
     ),
-    "v 5-D": (Q, K, SPLIT[2].unflatten(1, (4, -1)), {}, False),
     "v 4-D with one head of all channels": (Q, K, V.unsqueeze(2), {}, False),
     "k and v of one entry": (Q, K[:1], V[:1], {}, False),
     "k and v of one entry, heads first": (QH, KH[:1], VH[:1], {"skip_reshape": True}, False),
@@ -81,7 +73,6 @@ REFUSED_BY_COMFYUI = {
     "all 4-D": (*SPLIT, {}),
     "k shorter than v": (Q, K, V[:, :-1], {}),
     "v of another head_dim": (Q, K, V[..., :80], {}),
-    "v longer than k": (Q, K[:, :200], V, {}),
     "q 2-D": (Q[0], K[0], V[0], {}),
     "nothing": (Q[:, :0], K[:, :0], V[:, :0], {}),
 }

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks.quality.rows import TARGETS
-from tools import locales
 
 PACK = Path(__file__).resolve().parents[2]
 
@@ -97,11 +96,6 @@ def test_names_order_and_defaults(inputs, mode, widgets):
     assert {each.id: each.options for each in widgets if hasattr(each, "options")} == COMBOS
 
 
-def test_each_name_has_the_words_that_people_search_for():
-    labels = locales.table()["SpargeAttention"]["display_name"].values()
-    assert all(word in label.lower() for label in labels for word in ("sparge", "sparse", "speed"))
-
-
 BUDGET = {"mode": "auto budget", "topk": 0.2}
 #: What the server hands to execute(): as the browser names it, and as a graph by hand may.
 GRAPHS = [
@@ -138,13 +132,8 @@ def test_flat_and_nested_names_mean_the_same(load_pack, patch, given, meant):
     assert found == wanted
 
 
-def test_the_qualities_are_told_with_their_targets(load_pack, widgets):
-    qualities = load_pack("sparge.session").QUALITIES
-    assert qualities == TARGETS, "which the benchmark judges"
-    assert list(qualities) == COMBOS["quality"]
-    assert list(qualities.values()) == sorted(qualities.values())
-    for name, target in qualities.items():
-        assert f"{name} {100 * target:g} %" in widgets[0].tooltip
+def test_the_qualities_have_the_targets_that_the_benchmark_judges(load_pack):
+    assert load_pack("sparge.session").QUALITIES == TARGETS
 
 
 @pytest.mark.parametrize("given", ["0-2, -1", None, "None"])

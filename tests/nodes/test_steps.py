@@ -16,7 +16,6 @@ pytestmark = pytest.mark.usefixtures("reference_allowed")
 LATENT, GRID = (8, 24, 24), (8, 12, 12)
 TOKENS = 8 * 12 * 12
 SIX_SPARSE = [1.0, 0.9, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2]
-BUDGET = {"mode": "auto budget"}
 
 
 @pytest.fixture
@@ -29,32 +28,22 @@ def uncomputed(load_pack, monkeypatch):
 
 @pytest.fixture
 def steps_of(uncomputed, sampled, asked, generator):
-    """steps_of(sigmas, **widgets): the sparse calls, by pass and block, and the run. broken: the
-    value of one channel is NaN while the sparse step of that number runs."""
+    """steps_of(sigmas, **widgets): the sparse calls, by pass and block, and the run."""
     layers = torch.randn(BLOCKS, 3, 1, TOKENS, HEADS * 64, generator=generator)
     # Keys that are alike in space, so that another block is worth the less the more are kept.
     drift = torch.linspace(0, 30, TOKENS)[:, None] + torch.arange(HEADS * 64)
     layers[:, :2] += 2 * drift.sin()
 
-    def of(sigmas, broken=None, **given):
+    def of(sigmas, **given):
         asked.clear()
 
         def step(attend):
-            now = layers.clone()
-            if broken is not None and len(asked) == broken * BLOCKS:
-                now[:, 2, ..., 0] = float("nan")
-            return [attend(*layer, HEADS) for layer in now]
+            return [attend(*layer, HEADS) for layer in layers]
 
         got = sampled(step, sigmas, latent=LATENT, **{"min_tokens": TOKENS} | given)
         return [asked[at : at + BLOCKS] for at in range(0, len(asked), BLOCKS)], got
 
     return of
-
-
-def heads_of(got):
-    """The heads of a run whose calls have one shape."""
-    (heads,) = got.run.heads.by_shape.values()
-    return heads
 
 
 def orders_of(passes):
@@ -102,11 +91,12 @@ def test_all_passes_of_an_evaluation_take_one_variant(load_pack, steps_of, mode,
 
 def test_a_run_does_not_wait_for_the_garbage_collector(steps_of, runs):
     """Its heads hold memory of the device, which a second sampler needs."""
-    got = steps_of(SIX_SPARSE[:4], topk=0.4, **BUDGET)[1]
-    run, heads = weakref.ref(got.run), weakref.ref(heads_of(got))
+    got = steps_of(SIX_SPARSE[:4], topk=0.4, mode="auto budget")[1]
+    (heads_of_shape,) = got.run.heads.by_shape.values()
+    run, heads = weakref.ref(got.run), weakref.ref(heads_of_shape)
     gc.disable()
     try:
-        del got
+        del got, heads_of_shape
         runs.clear()
         assert run() is heads() is None
     finally:

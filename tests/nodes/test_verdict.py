@@ -43,7 +43,7 @@ def told(load_pack, sampled, monkeypatch):
                 "extras": {"latent_shapes": [(1, 4, *GRID), (1, 8, sound, 16)]},
             }
         given = {"context": torch.zeros(1, TEXT, 8)} | given
-        got = sampled(forward, sigmas, raises=(KeyboardInterrupt,), **given)
+        got = sampled(forward, sigmas, **given)
         assert got.details.startswith(got.line)
         return got
 
@@ -170,15 +170,9 @@ def test_what_attends_to_what(told, case, model):
     assert all("differ in number" in why and "mode manual serves" in why for why in others)
 
 
-@pytest.mark.parametrize("mode", ["manual", AUTO])
-@pytest.mark.parametrize(("start", "end"), [(0.9, 0.1), (0.6, 0.59), (1.0, 0.0)])
-def test_an_empty_window_is_told(told, load_pack, monkeypatch, mode, start, end):
-    """And nothing is measured for it."""
+def test_for_an_empty_window_nothing_is_measured(told, load_pack, monkeypatch):
     measured = []
     heads = load_pack("sparge.session.heads")
     monkeypatch.setattr(heads, "measure", lambda *args, **kwargs: measured.append(1))
-    got = told(whole, [1.0, 0.8, 0.5, 0.2, 0.05], mode=mode, start_percent=start, end_percent=end)
-    assert got.counts.reasons == {
-        f"start_percent {start:g} is above end_percent {end:g}, so no step is between them": 5
-    }
+    told(whole, [1.0, 0.8, 0.5, 0.2, 0.05], mode=AUTO, start_percent=0.6, end_percent=0.59)
     assert not measured

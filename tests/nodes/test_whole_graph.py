@@ -6,14 +6,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.nodes.conftest import backend as dense
 from tests.nodes.parts import HEADS, TOKENS
 
 pytestmark = pytest.mark.usefixtures("reference_allowed")
-
-
-def dense(q, k, v, heads, **kwargs):
-    q, k, v = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in (q, k, v))
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
 @pytest.fixture

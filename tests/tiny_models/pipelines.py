@@ -106,8 +106,8 @@ PICTURE_SIZE = {"height": PICTURE[1] * PIXELS, "width": PICTURE[2] * PIXELS}
 SECOND_ENCODER = {"tokenizer_2": None, "text_encoder_2": None}
 
 
-def flow(**config: Any) -> Any:
-    return diffusers.FlowMatchEulerDiscreteScheduler(**config)
+def flow() -> Any:
+    return diffusers.FlowMatchEulerDiscreteScheduler()
 
 
 def cogvideox(patch_size_t: int | None = None) -> Tiny:
