@@ -73,7 +73,7 @@ def ops_of(graph: torch.fx.Graph) -> list[str]:
 
 @pytest.mark.usefixtures("pretended_gpu")
 def test_sizes_may_be_symbols_and_a_trace_builds_nothing(monkeypatch) -> None:
-    monkeypatch.setattr(prepared, "warm", lambda *_: pytest.fail("a trace builds"))
+    monkeypatch.setattr(prepared, "load_all", lambda *_: pytest.fail("a trace builds"))
 
     def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return sparge.attention(q, k, v, SparsePolicy(topk=0.5))

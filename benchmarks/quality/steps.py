@@ -76,7 +76,7 @@ class TunedHeads:
     ) -> tuple[TokenOrder | None, HeadSettings]:
         call, running = Call(q, k, v), self._running
         decision = running.decision(call, in_loop=True)
-        heads = (running._kinds.get(decision) or running._kind_of(call, decision)).heads
+        heads = (running._terms.get(decision) or running._terms_of(call, decision)).heads
         assert heads is not None
         head_settings = heads.of_layer(layer, None)
         if isinstance(head_settings, str):
