@@ -140,7 +140,7 @@ def test_a_node_that_overwrites_ours_becomes_the_dense_path(
     running = session(patched)
     for _ in range(2):
         running.sample(looking, [0.5] * 250)
-    compared = 1 + 32  # at first, and in every eighth step
+    compared = 1 + 250 // 6  # at first, and in every sixth step
     assert [run.counts.sparse for run, _ in runs] == [250 - compared] * 2
     assert len(served) == 2 * (250 * 3 + compared)
     assert len({id(override) for override in in_use}) == 1  # a new one would make models recompile
