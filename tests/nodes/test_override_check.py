@@ -41,7 +41,7 @@ def assert_given(got, override, step, error=0.0):
 
 
 def test_a_plain_one_is_passed_by_when_it_is_known(sampled, step):
-    """In the first step each layer tells, then one layer in every eighth."""
+    """In the first step each layer tells, then one layer in every sixth."""
     calls = []
 
     def theirs(func, *args, **kwargs):
