@@ -163,9 +163,9 @@ def test_an_override_with_a_meaning_of_its_own_keeps_it(comfyui, name, meaning):
     [*((name, "eight bit") for name in LAYERS), *(("flux", backend) for backend in BACKENDS)],
 )
 def test_an_override_that_is_a_backend_stays_one(comfyui, name, meaning):
-    """In one of four sparse steps one layer says whether it is one still."""
-    (got,) = comfyui.sampled(name, ALL, before=meaning, steps=6)
-    assert got["sparse"] >= 4 * LAYERS[name] - 1 and got["reasons"][CHECKING] > 0
+    """All layers say so in the first step, and one in the sixth whether it is one still."""
+    (got,) = comfyui.sampled(name, ALL | OPEN, before=meaning, steps=6)
+    assert got["sparse"] >= 5 * LAYERS[name] - 1 and got["reasons"][CHECKING] > LAYERS[name]
     assert CHANGES not in got["reasons"]
     assert got["error"] < 2 * EIGHT_BIT, "its own 8 bits against ours"
 
@@ -175,13 +175,14 @@ def test_an_override_that_is_a_backend_stays_one(comfyui, name, meaning):
     [
         ({"before": "chosen backend"}, 0),
         ({"after": "chosen backend"}, 0),
-        ({"before": "function of a pack"}, 1),
+        ({"before": "function of a pack"}, BLOCKS),
     ],
     ids=str,
 )
 def test_what_comfyuis_node_chooses_is_known_without_a_comparison(comfyui, patch, checked):
-    (got,) = comfyui.sampled("wan", ALL, **patch)
-    assert got["reasons"].get(CHECKING, 0) == checked and got["sparse"] == SPARSE - checked
+    (got,) = comfyui.sampled("wan", ALL | OPEN, **patch)
+    assert got["reasons"].get(CHECKING, 0) == checked
+    assert got["sparse"] == SPARSE + BLOCKS - checked
     assert got["error"] < EIGHT_BIT
 
 
