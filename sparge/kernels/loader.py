@@ -76,7 +76,7 @@ def warm(
 
 
 def by_best_target(device: torch.device | str | int, make: Callable[[str], Made]) -> Made:
-    """What `make` makes for the target of a GPU that has kernels. Where those of a target do not
+    """Result of `make` for the target of a GPU that has kernels. Where those of a target do not
     compile the GPU's next one takes over, unless calls use this one already. Raises as `make`."""
     while True:
         arch = capabilities(device).arch

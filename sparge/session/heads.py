@@ -173,7 +173,7 @@ class Heads:
         self.settings: ChosenSettings | None = None
         """Settings since the last choice; None before the first."""
         self.given: list[tuple[ChosenSettings, int, dict[int, int]]] = []
-        """Of each sparse step so far: settings, its number among their steps, and the place of each
+        """Settings of each sparse step so far, its number among their steps, and the place of each
         layer in them."""
         self.sparse_rows: set[int] = set()
         """Layers whose calls are sparse, in some pass at least."""
