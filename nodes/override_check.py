@@ -182,8 +182,6 @@ class Check:
         for row, conditionings in compared.items():
             if row not in self._changed:
                 self._plain.setdefault(row, set()).update(conditionings)
-            else:
-                self._plain.pop(row, None)
 
 
 def approximates(override: Override) -> bool:

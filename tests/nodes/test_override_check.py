@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 
 import pytest
 import torch
@@ -63,6 +64,36 @@ def test_a_meaning_is_kept(sampled, step, meaning, widgets):
     assert_given(got, override, step)
 
 
+def telling(step, levels):
+    """The step, whose calls say their level and block."""
+    left = list(levels)
+
+    def told(attend):
+        blocks, attend.options["level"] = itertools.count(), left.pop(0)
+
+        def of_block(*args):
+            attend.options["block_index"] = next(blocks)
+            return attend(*args)
+
+        return step(of_block)
+
+    return told
+
+
+def test_what_one_prompt_shows_holds_for_the_other(sampled, step):
+    override = override_of(MEANINGS["gain of one prompt"])
+    prompts = ([1], [0])  # a pass each, the one without a gain last
+    got = sampled(step, LEVELS[:4], prepared=setting(override), conditionings=prompts, **ALL)
+    assert got.counts.reasons == {CHECKING: 2 * BLOCKS, CHANGES: 3 * 2 * BLOCKS}
+
+
+def test_the_last_dense_step_tells_once_more(sampled, step):
+    levels = [0.95, 0.9, *LEVELS[4:8]]
+    begins = only_where(temperature, lambda options: options["level"] < 0.93)
+    got = sampled(telling(step, levels), levels, prepared=setting(override_of(begins)), topk=1.0)
+    assert got.counts.reasons == {"before start_percent 0.2": 2 * BLOCKS, CHANGES: 4 * BLOCKS}
+
+
 def test_the_first_dense_step_tells(sampled, step):
     got = sampled(step, [0.9, *LEVELS[4:]], prepared=setting(override_of(backend)), topk=1.0)
     assert got.counts.reasons == {"before start_percent 0.2": BLOCKS, CHECKING: 1}
@@ -82,18 +113,17 @@ def test_a_prompt_that_comes_later_tells_for_itself(session, patch, runs, step):
     assert run.counts.reasons == {CHECKING: 2 * BLOCKS + 1}
 
 
-def test_one_that_begins_to_act_is_found_and_every_layer_tells_again(sampled, step):
-    begins = only_where(temperature, lambda options: float(options["level"]) < 0.58)
+@pytest.mark.parametrize("blocks", [(0, 1), (1,)])
+def test_one_that_begins_to_act_is_found_and_every_layer_tells_again(sampled, step, blocks):
+    def acts(options):
+        return options["level"] < 0.58 and options["block_index"] in blocks
 
-    def telling(attend):
-        attend.options["level"] = telling.levels.pop(0)
-        return step(attend)
-
-    telling.levels = list(LEVELS)
-    got = sampled(telling, LEVELS, prepared=setting(override_of(begins)), **ALL)
+    begins = setting(override_of(only_where(temperature, acts)))
+    got = sampled(telling(step, LEVELS), LEVELS, prepared=begins, **ALL)
     reasons = got.counts.reasons
-    # From step 7 on it acts, which the layer of step 11 tells; the other one in the step after.
-    assert reasons == {CHECKING: BLOCKS + 1 + 1 + 1, CHANGES: 1 + BLOCKS}
+    # From step 7 on it acts, which the second layer tells in step 11, as it is its turn; the first
+    # one in the step after.
+    assert reasons == {CHECKING: BLOCKS + 1 + 1 + 1, CHANGES: 2 + (0 in blocks)}
     assert got.counts.sparse == len(LEVELS) * BLOCKS - reasons.total()
 
 
