@@ -32,8 +32,7 @@ CHECKING = Reason("checking another node's attention", "checking")
 Override = Callable[..., Tensor]
 
 #: One layer is compared again in the last of every so many sparse steps, for overrides that begin
-#: to act in the middle of a run. A run of four steps is over before: the dense call would take
-#: 0.6 % of it.
+#: to act in the middle of a run. Shorter runs do without: its dense call takes 0.5 % of four steps.
 _AGAIN_EVERY = 6
 #: Parts of names of backends that approximate: sparse ones, and one in 4 bits.
 _APPROXIMATIONS = ("solattn", "sageattn3", "spassage")
@@ -83,10 +82,14 @@ class OverrideChecks:
         with self._lock:
             if step.why_dense is None:
                 self._sparse_steps.setdefault(step.number, len(self._sparse_steps))
+            place = self._sparse_steps.get(step.number)
             found = list(self._checks.items())
+        index = step.number if step.index is None else step.index
+        if index + 1 == step.of_sparse:
+            place = None  # nothing reads what the last step would tell
         for (_, where, which), check in found:
             if (where, which) == (device, step.model):
-                check.begin_step(step.number, self._sparse_steps.get(step.number))
+                check.begin_step(step.number, place)
 
     def of(self, override: Override, rows: int, device: torch.device, step: Step) -> Check:
         """Check of the calls of a pass. rows: of a table of the model's layers."""
@@ -161,7 +164,8 @@ class Check:
         self._compared.setdefault(row, set()).update(step.prompts)
 
     def begin_step(self, step: int, sparse_step: int | None) -> None:
-        """Reads what was found in an earlier step. sparse_step: its place among the sparse ones."""
+        """Reads what was found in an earlier step. sparse_step: its place among the sparse ones;
+        None where no layer is to be compared again."""
         if self._compared and step != self._step:
             self._read()
         self._again = None

@@ -108,8 +108,7 @@ def dropped(clips: list[DenseRun], density: float) -> Found:
 SMALL = Gate("small clip", (8, 12, 12), (0,), (0.3,), (0.06,), steps=10, draws=3)
 #: On a GPU: clips of 21,420 tokens, as the models are trained on.
 FULL = Gate("full clips", FULL_GRID, (0, 1, 2), budgets=(0.2, 0.3), targets=(0.06,))
-#: On a GPU: such clips of the students, whose first step alone is dense. Floors are of heads that
-#: were chosen once (3672d8a).
+#: On a GPU: such clips of the students, whose first step alone is dense.
 FEW = {
     steps: Gate(
         f"{steps} steps",
