@@ -30,9 +30,8 @@ def run(kind: str, folder: Path) -> Results:
         free.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
     spawn(_rank, (kind, address, folder), nprocs=RANKS)
-    return torch.load(folder / "0.pt") | {
-        f"{name} of rank 1": x for name, x in torch.load(folder / "1.pt").items()
-    }
+    first, second = (torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(RANKS))
+    return first | {f"{name} of rank 1": x for name, x in second.items()}
 
 
 def _rank(rank: int, kind: str, address: str, folder: Path) -> None:
