@@ -33,7 +33,6 @@ from torch import Tensor
 
 from sparge import AttentionStats, Precision, SparsePolicy
 from sparge.kernels import warm
-from sparge.policy import PV_FILTER_OFF
 
 from .cases import Case, half_pooled, spread
 from .inputs import draw
@@ -44,9 +43,11 @@ from .speed_rows import OURS, OURS_BUDGETS, OURS_SPREAD, absent_row, errors, row
 from .timing import ROOT, Allowance, commit, gpu_name, median_within, require_kernels, write_rows
 
 Qkv = tuple[Tensor, Tensor, Tensor]
+#: pvthreshd of the row with the PV filter, which is off in the others.
+PV_FILTER = 15.0
 
 
-def modes(shape: Shape, density: float, pvthreshd: float, device: torch.device | str) -> list[Case]:
+def modes(shape: Shape, density: float, device: torch.device | str) -> list[Case]:
     """Modes of ours that are timed.
 
     Head settings (`budgets`) pool half of the heads' dropped blocks in cube order, or, below
@@ -56,7 +57,7 @@ def modes(shape: Shape, density: float, pvthreshd: float, device: torch.device |
     sizes = (shape.grid, shape.heads, density, device)
     found = [
         Case(OURS, policy),
-        Case("ours, PV filter", replace(policy, pvthreshd=pvthreshd)),
+        Case("ours, PV filter", replace(policy, pvthreshd=PV_FILTER)),
         Case("ours, FP16 V", replace(policy, precision=Precision.INT8_FP16)),
         Case("ours, 16 bits", replace(policy, precision=Precision.SIXTEEN_BIT)),
         half_pooled(OURS_BUDGETS, *sizes),
@@ -111,12 +112,10 @@ def time_peer(shape: Shape, qkv: Qkv, peer: Peer, asked: float, seconds: float) 
     return row(shape, peer.name, asked, asked, ms, **more)
 
 
-def bench(
-    shape: Shape, densities: list[float], pvthreshd: float, allowance: Allowance
-) -> Iterator[dict[str, Any]]:
+def bench(shape: Shape, densities: list[float], allowance: Allowance) -> Iterator[dict[str, Any]]:
     qkv = draw(shape)
     for asked in densities:
-        for case in (*peers(asked, shape.head_dim), *modes(shape, asked, pvthreshd, qkv[0].device)):
+        for case in (*peers(asked, shape.head_dim), *modes(shape, asked, qkv[0].device)):
             seconds = allowance.next()
             if not isinstance(case, Case):
                 case = working(case, shape.head_dim)
@@ -141,7 +140,6 @@ def main() -> None:
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--densities", default="1,.5,.3,.2,.1")
     parser.add_argument("--seconds", type=float, default=180, help="of the whole run, but warm-up")
-    parser.add_argument("--pvthreshd", type=float, default=PV_FILTER_OFF)
     parser.add_argument("--commit", default=commit(), help="where the checkout cannot tell")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "new.json")
     options = parser.parse_args()
@@ -150,11 +148,11 @@ def main() -> None:
     shapes = [SHAPES[name] for name in options.shapes.split(",")]
     warm("cuda")
     facts = {"gpu": gpu_name(), "torch": torch.__version__, "commit": options.commit}
-    a_shape = sum(len(peers(d, 128)) + len(modes(shapes[0], d, 0, "cpu")) for d in densities)
+    a_shape = sum(len(peers(d, 128)) + len(modes(shapes[0], d, "cpu")) for d in densities)
     allowance = Allowance(options.seconds, len(shapes) * a_shape)
     rows: list[dict[str, Any]] = []
     for shape in shapes:
-        for measured in bench(shape, densities, options.pvthreshd, allowance):
+        for measured in bench(shape, densities, allowance):
             rows.append(measured | facts)
             print(json.dumps(rows[-1]), flush=True)
         write_rows(options.out, rows)  # after each shape, so that a run cut short leaves something
