@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..blocks import KEY_BLOCK, QUERY_BLOCK, block_count
-from ..checks.argument import check_tensor, whole_number
+from ..checks.argument import check_kind, check_tensor, whole_number
 from ..compiling import being_recorded
 from .variants import VARIANTS, OrderKind, order_ranks, unmeasured_kind
 
@@ -271,6 +271,8 @@ def grid_order(grid: TokenGrid, variant: int = 0) -> TokenOrder:
     variant: its number, below `VARIANTS`. Sampling steps that take other variants make errors that
     do not add up.
     """
+    check_kind("grid", grid, TokenGrid, "a TokenGrid")
+    variant = whole_number("variant", variant, 0, VARIANTS - 1)
     return _order_of_kinds(grid, tuple(OrderKind), variant)
 
 

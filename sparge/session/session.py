@@ -147,10 +147,10 @@ class Session:
         """
         if aim is not None:
             check_kind("aim", aim, Aim, 'one such as Aim("budget", 0.5)')
-        session = cls(
-            Settings(mode=MANUAL, min_tokens=0, exact_dense=exact_dense), aim=aim, draw=draw
-        )
-        session.asked = policy or SparsePolicy()
+        settings = Settings(mode=MANUAL, min_tokens=0, exact_dense=exact_dense)
+        session = cls(settings, aim=aim, draw=draw)
+        session.asked = SparsePolicy() if policy is None else policy
+        check_kind("policy", session.asked, SparsePolicy, "a SparsePolicy, or None")
         session.even_if_slower = even_if_slower
         session._dense_steps = whole_number("dense_steps", dense_steps, 0)
         if steps is not None:
@@ -170,6 +170,8 @@ class Session:
 
         step: its number from 0. prompts: number of the prompt of each entry of the batch.
         """
+        step = whole_number("step", step, 0)
+        check_kind("layout", layout, TokenLayout, "what TokenLayout.of makes")
         device = torch.empty(0, device=device).device  # with an index, as tensors have it
         dense, sparse = self._dense_steps, self._sparse_steps
         why_dense = None if step >= dense else Reason(f"one of the first {dense} steps")

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
+from ..checks.argument import check_kind, whole_number
 from ..order.grid import TokenGrid
 from ..reasons import Reason
 
@@ -87,6 +88,10 @@ class TokenLayout:
         layers: number of self-attention layers, numbered from 0. grid: of the clip's tokens, with
         text before and after it. heads: with them all that a step needs is made as it begins.
         """
+        layers, ranks = whole_number("layers", layers, 1), whole_number("ranks", ranks, 1)
+        heads = None if heads is None else whole_number("heads", heads, 1)
+        if grid is not None:
+            check_kind("grid", grid, TokenGrid, "a TokenGrid, or None")
         sizes = None if grid is None else (grid.frames, grid.height, grid.width)
         return cls(blocks=layers, tokens=grid, grid=sizes, heads=heads, ranks=ranks)
 
