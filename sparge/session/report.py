@@ -441,10 +441,10 @@ class Report:
     def __str__(self) -> str:
         wanted = f", for {self.aim}" if self.aim else ""
         found = self.densities
-        lines = [
-            f"{found.overall:.1%} of attention was computed; sparse calls kept "
-            f"{found.of_sparse_calls:.1%} of their pairs{wanted}."
-        ]
+        sparse = f"sparse calls kept {found.of_sparse_calls:.1%} of their pairs{wanted}"
+        if not self.sparse_calls:
+            sparse = "no call was sparse"
+        lines = [f"{found.overall:.1%} of attention was computed; {sparse}."]
         lines += [f"{note.rstrip('.')}." for note in self.notes]
         for reason, count in self.counts.reasons.most_common():
             lines.append(f"{count} calls were dense: {reason.rstrip('.')}.")

@@ -168,7 +168,12 @@ def unusable_reason(device: torch.device) -> Reason | None:
     if not speed_matters():
         return None
     capability = capabilities(device)
-    return None if capability.usable else capability.reason
+    if capability.usable:
+        return None
+    if device.type != "cpu":
+        return capability.reason
+    trial = f"(for trying out, {REFERENCE_VARIABLE}=1 lets the slow reference run)"
+    return Reason(f"{capability.reason.rstrip('.')} {trial}.", capability.reason.kind)
 
 
 _known: dict[tuple[str, str], Times] = {}  # by facts of the GPU and kind of the call

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.metrics import rel_l2
-from sparge import SparsePolicy, TokenGrid, Unsupported
+from sparge import SparsePolicy, TokenGrid, Unsupported, grid_order
 from sparge.kernels.warmup import Needs
 from sparge.order.grid import dealt_places
 from sparge.session import (
@@ -138,6 +138,8 @@ def test_a_device_without_kernels_is_told(qkv: Qkv, monkeypatch) -> None:
                    sampled(session, qkv, 3))  # fmt: skip
         (reason,) = session.counts.reasons
         assert "CPU is not supported" in reason and session.counts.dense == 6
+        assert "SPARGE_REFERENCE=1 lets the slow reference run" in reason
+        assert str(session.report()).startswith("100.0% of attention was computed; no call was")
         slow = session_of(aim)
         sampled(slow, qkv, 3)
         assert slow.counts.sparse == 2 and not slow.counts.reasons.get(reason)
@@ -166,6 +168,16 @@ def test_compiled_models_call_it_as_it_is(qkv: Qkv) -> None:
         (lambda: session_of(0.5), "Aim"),  # type: ignore[arg-type]
         (lambda: session_of(steps=6.0), "steps"),  # type: ignore[arg-type]
         (lambda: session_of(dense_steps=-1), "dense_steps"),
+        (lambda: session_of(policy=0.3), "policy is 0.3; give a SparsePolicy"),
+        (lambda: _begin(step="a"), "step is 'a'; it takes a whole number from 0"),
+        (lambda: _begin(layout=GRID), "layout is a .*TokenGrid; give what TokenLayout.of makes"),
+        (lambda: TokenLayout.of(2, (4, 6, 10)), "grid is a tuple; give a TokenGrid"),  # type: ignore[arg-type]
+        *(
+            (lambda x=x: TokenLayout.of(**{"layers": 2, x: 0.5}), f"{x} is 0.5; it takes a whole")
+            for x in ("layers", "heads", "ranks")
+        ),
+        (lambda: grid_order((4, 6, 10)), "grid is a tuple; give a TokenGrid"),  # type: ignore[arg-type]
+        (lambda: grid_order(GRID, 3), "variant is 3; it takes a whole number from 0 to 2"),
         (lambda: _attend(-1), "layer"),
         (lambda: _attend(dims=3), "B, H, N, D"),
         (lambda: _attend(layout="BHND"), "HND"),
@@ -175,6 +187,10 @@ def test_compiled_models_call_it_as_it_is(qkv: Qkv) -> None:
 def test_arguments_of_another_kind_are_named(make: Any, named: str) -> None:
     with pytest.raises(ValueError, match=named):
         make()
+
+
+def _begin(**named: Any) -> Pass:
+    return session_of().begin_step(**{"step": 0, "layout": LAYOUT, "device": "cpu"} | named)
 
 
 def _attend(layer: int = 0, dims: int = 4, layout: str = "HND", prompts=(0,)) -> Tensor:
