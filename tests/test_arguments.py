@@ -81,8 +81,8 @@ ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ),
     ({"stats": True}, "stats is True; give an AttentionStats"),
     ({"stats": AttentionStats("meta")}, "count on meta and q is on cpu: give Atten"),
-    ({"output_dtype": "float16"}, "output_dtype is float16; bfloat16"),
-    *(({"output_dtype": x}, "output_dtype is") for x in (torch.float64, torch.float8_e4m3fn)),
+    *(({"output_dtype": x}, f"output_dtype is {x!r}; torch.bfloat16")
+      for x in ("float16", torch.float64, torch.float8_e4m3fn)),
 ]  # fmt: skip
 
 

@@ -113,6 +113,7 @@ def test_is_the_librarys_attention(make_qkv, function: Any, given, policy, optio
         (by_topk, {"topk": 0.5, "cdfthreshd": 0.9}, "set exactly one"),
         (by_topk, {"topk": None}, "set exactly one"),
         (block_sparse, {}, r"mask_id is None.*\(1, 2, 2, 4\)"),
+        (block_sparse, {"mask_id": [1]}, "mask_id is a list; it is a tensor"),
         *((block_sparse, {"mask_id": torch.ones(x)}, r"\(1, 2, 2, 4\).*\(1, 2, 4, 2\).*every GPU")
           for x in ((1, 2, 4, 1), (1, 1, 2, 4), (2, 4))),
     ],

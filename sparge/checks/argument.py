@@ -11,7 +11,7 @@ from torch import Tensor
 
 _WHOLE = (int, np.integer, torch.SymInt)
 _NUMBERS = (*_WHOLE, float, np.floating, torch.SymFloat)
-_SHOWN = (str, bool, int, float, np.generic, type(None))
+_SHOWN = (str, bool, int, float, np.generic, torch.dtype, type(None))
 
 
 def shown(value: object) -> str:

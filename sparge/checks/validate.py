@@ -118,8 +118,8 @@ def check_block_mask(block_mask: Tensor | None, q: Tensor, k: Tensor, slots: int
 def check_output_dtype(dtype: torch.dtype | None) -> None:
     if dtype is not None and dtype not in DTYPES:
         raise Unsupported(
-            f"output_dtype is {dtype}; bfloat16, float16 and float32 are supported, and None "
-            "means q's."
+            f"output_dtype is {shown(dtype)}; torch.bfloat16, torch.float16 and torch.float32 are "
+            "supported, and None means q's."
         )
 
 

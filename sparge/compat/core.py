@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 
 from ..attention import attention
 from ..blocks import KEY_BLOCK, QUERY_BLOCK, block_count
+from ..checks.argument import shown
 from ..checks.validate import as_heads_first
 from ..errors import Unsupported
 from ..policy import PerHead, SparsePolicy
@@ -198,7 +199,7 @@ def read_block_mask(mask_id: Tensor | None, q: Tensor, k: Tensor, layout: str) -
     if mask_id is not None and shape == takes:
         return mask_id != 0
     if mask_id is None or shape != hopper:
-        given = "None" if mask_id is None else f"of shape {shape}"
+        given = shown(mask_id) if shape is None else f"of shape {shape}"
         raise Unsupported(
             f"mask_id is {given}; it is a tensor that says which blocks to keep, of shape {takes}: "
             f"batch, query heads, blocks of {QUERY_BLOCK} queries, blocks of {KEY_BLOCK} keys, or "

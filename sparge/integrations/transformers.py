@@ -177,9 +177,11 @@ def enable(
         if (earlier := _enabled.get(id(config))) is not None:
             earlier.disable()
     if (own := model.config._attn_implementation) == "eager" or not model._supports_sdpa:
+        can = 'call model.set_attn_implementation("sdpa") before'
+        remedy = can if model._supports_sdpa else "the model cannot have sdpa, so it stays as it is"
         raise Unsupported(
             f"{type(model).__name__} has the attention {own!r}, which may do what ours cannot "
-            '(sinks, capped logits, weights): call model.set_attn_implementation("sdpa") before.'
+            f"(sinks, capped logits, weights): {remedy}."
         )
     if any(getattr(part, "indexer", None) is not None for part in model.modules()):
         raise Unsupported(

@@ -83,7 +83,8 @@ class Settings:
             given = getattr(self, name)
             is_number = name == "quality" and not isinstance(given, str)
             if given not in options and not (is_number and 0 <= number(name, given) <= 1):
-                raise ValueError(f"{name} is {shown(given)}; it takes one of {options}.")
+                error = ", or a mean error from 0 to 1" if name == "quality" else ""
+                raise ValueError(f"{name} is {shown(given)}; it takes one of {options}{error}.")
         for name in ("topk", "start_percent", "end_percent"):
             value = getattr(self, name)
             if not 0 <= number(name, value, "a number from 0 to 1") <= 1:

@@ -39,7 +39,7 @@ EIGHT_BIT = 0.03
         ({"mode": "fast"}, 'a quality goes by its name: quality="fast"'),
         ({"mode": "auto quality", "topk": 0.2}, 'mode "auto quality" takes quality, mode "auto b'),
         ({"quality": "fast", "topk": 0.2}, 'quality and topk given with mode "auto quality"'),
-        ({"quality": 3}, "quality is 3; it takes one of"),
+        ({"quality": 3}, "quality is 3; it takes one of .*'fast'], or a mean error from 0 to 1"),
         ({"mode": 0.3}, "policy is 0.3; give a SparsePolicy"),
         ({"mode": abs, "policy": sparge.SparsePolicy()}, "policy is given twice"),
         ({"mode": "manual", "quality": "fast"}, 'mode "manual" takes topk or policy'),

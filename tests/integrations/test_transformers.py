@@ -202,12 +202,13 @@ def test_what_cannot_be_enabled_says_why_and_other_attention_can(
         enable(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="policy is 3"):
         enable(make_model(), 3)  # type: ignore[arg-type]
-    for model, other in (
-        (make_model(), "eager"),
-        (make_model("Gemma2", attention="eager"), "flex"),
+    for model, other, remedy in (
+        (make_model(), "eager", r"call model.set_attn_implementation\(\"sdpa\"\) before"),
+        (make_model("Gemma2", attention="eager"), "flex", "cannot have sdpa, so it stays as it is"),
     ):
         model.set_attn_implementation(other.replace("flex", "flex_attention"))
-        with pytest.raises(sparge.Unsupported, match=f"has the attention '{other}.*, which may do"):
+        said = f"has the attention '{other}.*, which may do.*{remedy}"
+        with pytest.raises(sparge.Unsupported, match=said):
             enable(model)
     model = make_model()
     with monkeypatch.context() as patch:
