@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 HOSTS = {"transformers"}
-LIBRARY_NEEDS = {"torch", "numpy", "safetensors", "ninja"}
+LIBRARY_NEEDS = {"torch", "numpy", "ninja"}
 TORCH_BRINGS = {"typing_extensions"}  # for the checker of types; Python 3.10 has no Unpack
 COMFYUI = {"comfy", "comfy_api", "comfy_execution", "folder_paths", "server", "nodes"}
 COMFYUI_BRINGS = {"PIL"}

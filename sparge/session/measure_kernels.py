@@ -103,7 +103,7 @@ class _Facts:
     empty: Tensor
     """(S x 128, 1) bool: the slot holds none, in any token order."""
     means: Tensor
-    """(3, B, Hkv, head_dim) float32: those of `Measuring.means`."""
+    """(4, B, Hkv, head_dim) float32: those of `Measuring.means`."""
     similar: Tensor
     """(B x H x candidates x S,) float32: self-similarity of each routed query block, which has no
     say."""
