@@ -114,8 +114,9 @@ def attention(
         scale: softmax scale, D ** -0.5 when None.
         key_lengths: (B,) int32; keys at and beyond it are never read. With an order they may cut
             the tokens after the grid, and nothing of the grid.
-        block_mask: (B, H, ceil(Nq / 128), ceil(Nk / 64)), nonzero keeps; replaces routing. Sink and
-            exact tokens are kept beside it. With an order it is of the blocks of its slots.
+        block_mask: (B, H, ceil(Nq / 128), ceil(Nk / 64)), bool or integers, nonzero keeps; replaces
+            routing. Sink and exact tokens are kept beside it. With an order it is of the blocks of
+            its slots.
         order: from ``grid_order``: tokens that lie close together share blocks, and its exact
             tokens replace the policy's. q, k, v and the result stay as they come.
         head_settings: density, pool weight, output scale, router (what ranks blocks) and order of
@@ -177,7 +178,7 @@ def attention(
         )  # fmt: skip
     if key is not None and (prepared := find(key)) is not None:
         if torch.is_grad_enabled() or forward_ad._current_level >= 0:
-            check_gradients(q, k, v, policy, block_mask, head_settings)
+            check_gradients(q, k, v, policy, head_settings)
         tensors = _tensors(
             q, k, v, prepared.kind.shape.heads, policy, key_lengths, block_mask, order,
             head_settings, counters,

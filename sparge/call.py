@@ -90,7 +90,7 @@ def check_call(
     check_pair(q, v, "v")
     check_key_lengths(key_lengths, q)
     check_block_mask(block_mask, q, k, None if order is None else order.slots)
-    check_gradients(q, k, v, policy, block_mask, head_settings)
+    check_gradients(q, k, v, policy, head_settings)
     is_causal = flag("is_causal", is_causal)
     queries, keys = q.shape[2], k.shape[2]
     ends_with_keys = ends_with_the_keys(is_causal, causal, queries, keys)
@@ -137,13 +137,11 @@ def check_gradients(
     k: Tensor,
     v: Tensor,
     policy: SparsePolicy,
-    block_mask: Tensor | None,
     head_settings: HeadSettings | None,
 ) -> None:
     """Checks that no derivative is wanted, which no other fact of a call shows."""
-    mask = () if block_mask is None else (block_mask,)
     of_heads = () if head_settings is None else head_settings.tensors.values()
-    check_inference(q, k, v, *mask, *policy.per_head.values(), *of_heads)
+    check_inference(q, k, v, *policy.per_head.values(), *of_heads)
 
 
 def _check_order(

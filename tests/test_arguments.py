@@ -59,12 +59,14 @@ ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"key_lengths": torch.tensor([5, 5], dtype=torch.int32)}, "int32 of shape"),
     ({"block_mask": np.ones((1, 2, 2, 4))}, "block_mask is a numpy.ndarray; give a torch"),
     ({"block_mask": torch.ones(1, 2, 4, 2)}, r"\(1, 2, 2, 4\)"),
+    *(({"block_mask": torch.ones(1, 2, 2, 4, dtype=x)}, f"block_mask is {x}; give bool or integers")
+      for x in (torch.float32, torch.bfloat16, torch.complex64)),
     ({"policy": SparsePolicy(topk=torch.ones(5))}, r"topk has shape \(5,\).* 2 query heads"),
     ({"out_layout": 1}, "out_layout is 1; it takes 'HND'"),
     ({"return_lse": "no"}, "return_lse is 'no'; it takes True or False"),
     ({"order": TokenGrid(2, 8, 10)}, "order is a .*TokenGrid; give what grid_order makes"),
     ({"order": SQUARE, "is_causal": True}, "do not go together"),
-    ({"head_settings": HALF, "block_mask": torch.ones(1, 2, 2, 4)}, "give one or the other"),
+    ({"head_settings": HALF, "block_mask": torch.ones(1, 2, 2, 4).bool()}, "give one or the other"),
     ({"order": SQUARE, "block_mask": torch.ones(1, 2, 1, 4)}, r"slots, with.* \(1, 2, 2, 4\)"),
     *(({"topk": 0.3, name: x}, f"topk and {name} are given") for name, x in (
         ("policy", SPARSE), ("head_settings", HALF), ("block_mask", torch.ones(1, 2, 2, 4)),
@@ -132,6 +134,7 @@ def tokens(*counts: int) -> tuple[torch.Tensor, ...]:
         (policy_of, {"exact_prefix": -1}, "exact_prefix is -1; it takes a whole number"),
         *((policy_of, {x: 0}, f"{x} is 0; it takes True or False") for x in FLAGS),
         (policy_of, {"select_by": "topp"}, "'topk'.*'cdf'"),
+        (policy_of, {"select_by": torch.ones(2)}, "select_by is a torch.Tensor; it takes 'topk'"),
         *((policy_of, {x: [0.1]}, f"{x} is a list; give a number, or a float te") for x in NUMBERS),
         (policy_of, {"topk": 1.5}, "topk is 1.5.*0 to 1"),
         (policy_of, {"topk": torch.tensor([1, 0])}, "floating point"),

@@ -77,7 +77,7 @@ def test_signature_is_upstreams(function: Any, defaults: dict[str, Any]) -> None
             {"select_by": "cdf", "simthreshd1": 0.05, "cdfthreshd": SHARES, "pvthreshd": 0.5},
             {"scale": 0.5},
         ),
-        (block_sparse, {"mask_id": MASK.int()}, {}, {"block_mask": MASK}),
+        (block_sparse, {"mask_id": MASK.float()}, {}, {"block_mask": MASK}),
         (block_sparse, {"mask_id": MASK, "attention_sink": True}, {}, {"block_mask": SINK}),
         (block_sparse, {"mask_id": MASK, "scale": 0.5}, {}, {"block_mask": MASK, "scale": 0.5}),
         (block_sparse, {"mask_id": MASK, "smooth_k": False}, {"smooth_k": False},

@@ -111,6 +111,11 @@ def check_block_mask(block_mask: Tensor | None, q: Tensor, k: Tensor, slots: int
             f"(slots, with an order) take {expected}: one entry for {QUERY_BLOCK} queries x "
             f"{KEY_BLOCK} keys, on every GPU."
         )
+    if block_mask.is_floating_point() or block_mask.is_complex():
+        raise ValueError(
+            f"block_mask is {block_mask.dtype}; give bool or integers, nonzero for blocks that are "
+            "kept: of a mask that is added to logits (0 and -inf) block_mask == 0."
+        )
     if block_mask.device != q.device:
         raise ValueError(f"block_mask is on {block_mask.device}; put it on {q.device}, as q is.")
 

@@ -41,6 +41,7 @@ EIGHT_BIT = 0.03
         ({"quality": "fast", "topk": 0.2}, 'quality and topk given with mode "auto quality"'),
         ({"quality": 3}, "quality is 3; it takes one of .*'fast'], or a mean error from 0 to 1"),
         ({"mode": 0.3}, "policy is 0.3; give a SparsePolicy"),
+        ({"mode": sparge.SparsePolicy}, "policy is the class SparsePolicy; give a SparsePolicy"),
         ({"mode": abs, "policy": sparge.SparsePolicy()}, "policy is given twice"),
         ({"mode": "manual", "quality": "fast"}, 'mode "manual" takes topk or policy'),
         ({"mode": "auto budget", "policy": abs}, 'policy given with mode "auto budget"'),
@@ -89,7 +90,7 @@ def test_a_rule_says_what_is_kept_of_each_call() -> None:
     tiny, seen, given = ALL["CogVideoX"](), [], {"min_tokens": 100, "start_percent": 0.5}
     native, grid = tiny(2), sparge.TokenGrid(*tiny.grid, prefix=TEXT)
     tokens = grid.tokens
-    nothing = torch.zeros(2, 2, -(-tokens // 128), -(-tokens // 64))
+    nothing = torch.zeros(2, 2, -(-tokens // 128), -(-tokens // 64), dtype=torch.bool)
 
     def rule(call: sparge.TorchCall) -> Any:
         seen.append((call.layer, call.grid))
