@@ -110,8 +110,8 @@ class SparsePolicy:
     def __post_init__(self) -> None:
         if self.select_by not in ("topk", "cdf"):
             raise ValueError(
-                f"select_by is {self.select_by!r}; it takes 'topk' (a share of the key blocks) "
-                "or 'cdf' (a share of the pooled attention mass)."
+                f"select_by is {shown(self.select_by)}; it takes 'topk' (a share of the key "
+                "blocks) or 'cdf' (a share of the pooled attention mass)."
             )
         for name, (low, high) in _RANGES.items():
             self._set(name, _checked_threshold(name, getattr(self, name), low, high))

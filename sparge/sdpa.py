@@ -135,7 +135,7 @@ class Substitute:
         if topk is not None:
             policy = with_topk(DEFAULT_POLICY, topk, {"policy": policy})
         policy = DEFAULT_POLICY if policy is None else policy
-        if not callable(policy):
+        if isinstance(policy, type) or not callable(policy):
             check_kind("policy", policy, SparsePolicy, "a SparsePolicy, or a function of a call")
         if stats is not None:
             check_kind("stats", stats, CallStats, "a sparge.CallStats()")

@@ -20,6 +20,8 @@ def shown(value: object) -> str:
     """
     if isinstance(value, _SHOWN):
         return repr(value)
+    if isinstance(value, type):
+        return f"the class {value.__qualname__}"
     kind = type(value)
     return f"a {kind.__module__}.{kind.__qualname__}".replace("builtins.", "")
 

@@ -366,6 +366,7 @@ def test_multihead_attention_is_counted() -> None:
     ("options", "words"),
     [
         ({"policy": 0.3}, "policy is 0.3; give a SparsePolicy"),
+        ({"policy": sparge.SparsePolicy}, "policy is the class SparsePolicy; give a SparsePolicy"),
         ({"min_tokens": -1}, "min_tokens is -1"),
         ({"min_tokens": 0.5}, "min_tokens is 0.5"),
     ],
