@@ -43,6 +43,15 @@ def constant_in_graphs(function: _Function) -> _Function:
     return function
 
 
+def as_constant(number: float) -> float:
+    """Number as it is now, where a trace has a symbol for it: other values are traced anew."""
+    if not torch.compiler.is_compiling():
+        return number
+    from torch.fx.experimental.symbolic_shapes import guard_scalar
+
+    return guard_scalar(number)
+
+
 def keep_to_graphs(function: Callable[..., Any]) -> None:
     """Keeps torch.compile from compiling a function by itself, as it does where a graph has broken:
     a mode that is asked about many functions would be compiled for each. Inside a graph of its

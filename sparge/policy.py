@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .checks.argument import check_kind, flag, number, shown, whole_number
+from .compiling import as_constant
 from .thresholds import check_per_head, threshold_table
 
 #: One number for all heads, or a float tensor with one value per query head.
@@ -103,7 +104,7 @@ class SparsePolicy:
     """Subtract the mean key before quantizing; exact, since softmax ignores a shared shift."""
     precision: Precision = Precision.INT8
     facts: str = field(default="", init=False, repr=False, compare=False)
-    """`PolicyFacts` as text: in a graph of torch.compile numbers may become symbols."""
+    """`PolicyFacts` as text: as arguments of an op of torch.compile numbers become symbols."""
     has_tensors: bool = field(default=False, init=False, repr=False, compare=False)
     """Whether any threshold is a tensor."""
 
@@ -167,9 +168,11 @@ def _checked_threshold(name: str, value: PerHead, low: float, high: float) -> Pe
         if not value.is_floating_point():
             raise ValueError(f"{name} is a {value.dtype} tensor; give floating point values.")
         return value
-    scalar = number(name, value, "a number, or a float tensor with one value for each query head")
+    give = "a number, or a float tensor with one value for each query head"
+    # With dynamic=True torch.compile takes the bounds for symbols, too.
+    scalar, low, high = map(as_constant, (number(name, value, give), low, high))
     if not low <= scalar <= high:
-        raise ValueError(f"{name} is {shown(value)}; it takes a number from {low:g} to {high:g}.")
+        raise ValueError(f"{name} is {shown(scalar)}; it takes a number from {low:g} to {high:g}.")
     return scalar
 
 

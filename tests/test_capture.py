@@ -57,6 +57,27 @@ def test_the_reference_is_one_graph_too(make_qkv, given: str, dynamic: bool) -> 
     assert counted.any() and torch.equal(stats.counters, 2 * counted) and stats.sparse_calls == 2
 
 
+NUMBERS: dict[str, Any] = {
+    "attention": lambda x, topk: sparge.attention(x, x, x, topk=topk),
+    "sdpa_call": lambda x, topk: sparge.sdpa_call(x, x, x, topk=topk, min_tokens=1),
+    "policy": lambda x, topk: sparge.attention(
+        x, x, x, SparsePolicy(topk=topk, pvthreshd=9 * topk)
+    ),
+}
+
+
+@pytest.mark.parametrize("call", NUMBERS.values(), ids=NUMBERS)
+@pytest.mark.parametrize("dynamic", [True, None])
+def test_a_number_of_a_graph_may_change(make_qkv, call: Any, dynamic: bool | None) -> None:
+    torch._dynamo.reset()
+    x = make_qkv(1, 2, 300, 64)[0]
+    compiled = torch.compile(call, fullgraph=True, backend="eager", dynamic=dynamic)
+    for topk in (0.3, 0.6, 1):
+        assert torch.equal(compiled(x, topk), call(x, topk))
+    with pytest.raises(Exception, match=r"topk is 2\.0; it takes a number from 0 to 1"):
+        compiled(x, 2.0)
+
+
 def test_the_op_passes_opcheck(make_qkv) -> None:
     q, k, v = make_qkv(1, 2, 150, 32)
     facts = f"({SparsePolicy(pvthreshd=15.0).facts}, None, None"
