@@ -169,13 +169,17 @@ def attention(
         and type(output_dtype) in (torch.dtype, NoneType)
         and not (q.is_neg() or k.is_neg() or v.is_neg())
     ):
-        key = key_of(
-            q, k, v, key_lengths, block_mask, counters,
-            policy.facts, policy.attention_sink, policy.exact_prefix, policy.exact_suffix,
-            None if order is None else order.facts,
-            None if head_settings is None else (head_settings.facts, head_settings.density.device),
-            layout, out_layout, is_causal, causal, scale, output_dtype, return_lse,
-        )  # fmt: skip
+        try:
+            key = key_of(
+                q, k, v, key_lengths, block_mask, counters,
+                policy.facts, policy.attention_sink, policy.exact_prefix, policy.exact_suffix,
+                None if order is None else order.facts,
+                None if head_settings is None
+                else (head_settings.facts, head_settings.density.device),
+                layout, out_layout, is_causal, causal, scale, output_dtype, return_lse,
+            )  # fmt: skip
+        except RuntimeError:  # of a nested or a sparse tensor, which the check below refuses
+            key = None
     if key is not None and (prepared := find(key)) is not None:
         if torch.is_grad_enabled() or forward_ad._current_level >= 0:
             check_gradients(q, k, v, policy, head_settings)

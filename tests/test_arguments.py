@@ -109,6 +109,12 @@ def test_an_argument_that_is_not_served(make_qkv, named: dict, words: str) -> No
         (lambda q, k, v: (q.repeat(1, 1, 1, 3),) * 3, Unsupported, "up to 128"),
         (lambda q, k, v: (q.requires_grad_(), k, v), Unsupported, "no backward"),
         *(
+            (lambda *qkv, layout=layout: nested(qkv, layout), Unsupported, "q is nested.* pad nest")
+            for layout in (torch.strided, torch.jagged)
+        ),
+        (lambda q, k, v: (q.to_sparse(), k, v), Unsupported, "q is of layout torch.sparse_coo"),
+        (lambda q, k, v: (q, k, v.to_mkldnn()), Unsupported, "v is of layout torch._mkldnn"),
+        *(
             (lambda *_, queries=queries, keys=keys: tokens(queries, keys, keys), Unsupported,
              f"{queries} queries and {keys} keys; up to 33554431")
             for queries, keys in ((2**25, 1), (1, 2**25), (2**31, 1), (1, 2**33))
@@ -118,6 +124,19 @@ def test_an_argument_that_is_not_served(make_qkv, named: dict, words: str) -> No
 def test_tensors_that_are_not_served(make_qkv, change: Any, kind: Any, words: str) -> None:
     with pytest.raises(kind, match=words):
         attention(*change(*make_qkv()))
+
+
+def nested(qkv: Any, layout: torch.layout) -> list[torch.Tensor]:
+    """Two sequences, (batch, heads, tokens, head_dim) as torch's own attention takes them."""
+    parts = ([x[0].transpose(0, 1), x[0, :, :99].transpose(0, 1)] for x in qkv)
+    return [torch.nested.nested_tensor(each, layout=layout).transpose(1, 2) for each in parts]
+
+
+@pytest.mark.parametrize("mapped", [(0, 0, 0), (0, None, None), (None, None, 0)])
+def test_vmap_is_not_served(make_qkv, mapped: tuple[int | None, ...]) -> None:
+    pairs = zip(make_qkv(), mapped, strict=True)
+    with pytest.raises(Unsupported, match=r"torch\.vmap .* one call, or loop"):
+        torch.vmap(attention, mapped)(*(x if place is None else x[None] for x, place in pairs))
 
 
 def tokens(*counts: int) -> tuple[torch.Tensor, ...]:

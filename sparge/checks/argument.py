@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..errors import Unsupported
+
 _WHOLE = (int, np.integer, torch.SymInt)
 _NUMBERS = (*_WHOLE, float, np.floating, torch.SymFloat)
 _SHOWN = (str, bool, int, float, np.generic, torch.dtype, type(None))
@@ -31,8 +33,14 @@ def check_kind(name: str, value: object, kind: type, give: str) -> None:
         raise ValueError(f"{name} is {shown(value)}; give {give}.")
 
 
-def check_tensor(name: str, value: object, give: str) -> None:
+def check_tensor(name: str, value: Any, give: str) -> None:
     check_kind(name, value, Tensor, f"a torch tensor: {give}")
+    if value.is_nested or value.layout != torch.strided:
+        kind = "nested" if value.is_nested else f"of layout {value.layout}"
+        raise Unsupported(
+            f"{name} is {kind}, and only plain tensors are served: pad nested ones and give "
+            "key_lengths, or call attention for each part; of sparse ones give to_dense()."
+        )
 
 
 def flag(name: str, value: Any) -> bool:

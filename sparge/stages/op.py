@@ -13,6 +13,7 @@ import re
 import torch
 from torch import Tensor
 
+from ..errors import Unsupported
 from ..kernels import capabilities
 from . import on_reference
 from .kind import CallRules, CallTensors, key_of, result_size
@@ -58,6 +59,13 @@ def _attention(
     return out, lse if rules.with_lse and lse is not None else out.new_empty(0, dtype=torch.float32)
 
 
+def _refuse_vmap(*_: object) -> None:
+    raise Unsupported(
+        "torch.vmap of an attention call is not served: give its dimension to the batch or the "
+        "heads of one call, or loop over it."
+    )
+
+
 def _fake(
     q: Tensor,
     k: Tensor,
@@ -80,6 +88,7 @@ def _register() -> torch.library.Library | None:
     library = torch.library.Library(NAMESPACE, "FRAGMENT")
     library.define(_SCHEMA)
     library.impl("attention", _attention, "CompositeExplicitAutograd")
+    library.impl("attention", _refuse_vmap, "FuncTorchBatched")
     torch.library.register_fake(f"{NAMESPACE}::attention", _fake, lib=library)
     return library
 
