@@ -113,7 +113,8 @@ def attention(
             The latter is made of two calls, whose shares and exact tokens count by themselves.
         scale: softmax scale, D ** -0.5 when None.
         key_lengths: (B,) int32; keys at and beyond it are never read. With an order they may cut
-            the tokens after the grid, and nothing of the grid.
+            the tokens after the grid, and nothing of the grid. (B, 1), as ``KeyPadding.apply``
+            gives them, says that keys were moved to the front: causal calls and orders refuse it.
         block_mask: (B, H, ceil(Nq / 128), ceil(Nk / 64)), bool or integers, nonzero keeps; replaces
             routing. Sink and exact tokens are kept beside it. With an order it is of the blocks of
             its slots.

@@ -29,6 +29,12 @@ from .order.grid import TokenOrder
 from .policy import Precision, SparsePolicy
 from .stats import AttentionStats
 
+MOVED = (
+    "key_lengths of shape (B, 1) say that keys were moved to the front (KeyPadding.apply of a mask "
+    "with padding in front or in between); causal attention and token orders go by where keys "
+    "were: pad at the end, or call attention for each batch entry with its padding cut off."
+)
+
 
 @dataclass(frozen=True, eq=False)
 class CheckedCall:
@@ -92,6 +98,10 @@ def check_call(
     check_block_mask(block_mask, q, k, None if order is None else order.slots)
     check_gradients(q, k, v, policy, head_settings)
     is_causal = flag("is_causal", is_causal)
+    if key_lengths is not None and key_lengths.dim() == 2:
+        if is_causal or causal is not None or order is not None:
+            raise Unsupported(MOVED)
+        key_lengths = key_lengths.squeeze(1)
     queries, keys = q.shape[2], k.shape[2]
     ends_with_keys = ends_with_the_keys(is_causal, causal, queries, keys)
     is_causal = is_causal or causal is not None

@@ -35,7 +35,7 @@ class KeyPadding:
     tokens: int
     """Number N of keys of each batch entry, real or not."""
     key_lengths: Tensor | None = None
-    """(B,) int32: real keys of each entry, to be given to attention."""
+    """(B,) int32: real keys of each entry; `apply` gives those for attention."""
     index: Tensor | None = None
     """(B, most real keys) int64: the places of the real keys, in order; None where they come first.
     Entries with fewer are filled up with places that `key_lengths` cuts off."""
@@ -45,8 +45,8 @@ class KeyPadding:
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Returns k, v and key_lengths for attention, k and v with the real keys first.
 
-        They are copied only where there are holes; keys have other places then, so causal calls and
-        token orders do not take them.
+        They are copied only where there are holes; keys have other places then. So key_lengths are
+        (B, 1) in place of (B,), which causal calls and token orders refuse.
 
         Raises:
             ValueError: the mask is of another number of keys, or of other batch entries.
@@ -70,7 +70,7 @@ class KeyPadding:
         entry = torch.arange(batch, device=k.device).unsqueeze(1)
         tokens_first = (x[entry, :, self.index.expand(batch, -1)] for x in by_head)
         k, v = (x.transpose(1, 2) if layout == "HND" else x for x in tokens_first)
-        return k, v, lengths
+        return k, v, lengths.unsqueeze(1)
 
 
 def key_padding(mask: Tensor) -> KeyPadding:

@@ -132,13 +132,6 @@ def nested(qkv: Any, layout: torch.layout) -> list[torch.Tensor]:
     return [torch.nested.nested_tensor(each, layout=layout).transpose(1, 2) for each in parts]
 
 
-@pytest.mark.parametrize("mapped", [(0, 0, 0), (0, None, None), (None, None, 0)])
-def test_vmap_is_not_served(make_qkv, mapped: tuple[int | None, ...]) -> None:
-    pairs = zip(make_qkv(), mapped, strict=True)
-    with pytest.raises(Unsupported, match=r"torch\.vmap .* one call, or loop"):
-        torch.vmap(attention, mapped)(*(x if place is None else x[None] for x, place in pairs))
-
-
 def tokens(*counts: int) -> tuple[torch.Tensor, ...]:
     """One head of so many tokens each, in the memory of one token."""
     return tuple(torch.zeros(1, 1, 1, 64).expand(1, 1, n, 64) for n in counts)

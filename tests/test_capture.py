@@ -25,6 +25,7 @@ CASES: dict[str, dict[str, Any]] = {
         "head_settings": HeadSettings.uniform(3, 0.3, pool_weight=1.0),
     },
     "lengths": {"key_lengths": torch.tensor([70, 300], dtype=torch.int32)},
+    "of moved keys": {"key_lengths": torch.tensor([[70], [300]], dtype=torch.int32)},
     "mask": {"block_mask": torch.arange(90).view(2, 3, 3, 5) % 3 == 0},
     "per head": {
         "policy": SparsePolicy(

@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import sparge
 from benchmarks.metrics import rel_l2
-from sparge import Precision, SparsePolicy, key_padding
+from sparge import Precision, SparsePolicy, TokenGrid, grid_order, key_padding
 from sparge.weak_cache import WeakTensorCache
 
 attention: Any = sparge.attention
@@ -102,6 +102,25 @@ def test_an_entry_without_a_real_key_is_zero(make_qkv, kind: str) -> None:
             assert first_is_real or not out.any()
     with pytest.raises(sparge.Unsupported, match="no real key, and its values are finite"):
         key_padding(added(real, torch.finfo(torch.float32).min))
+
+
+@pytest.mark.parametrize("kind", REAL)
+@pytest.mark.parametrize(
+    "named",
+    [{"is_causal": True}, {"causal": "top-left"}, {"order": grid_order(TokenGrid(1, 10, 20))}],
+)
+def test_causal_calls_and_orders_take_keys_where_they_are(make_qkv, kind: str, named: Any) -> None:
+    q, k, v = make_qkv(2, 2, TOKENS, 64)
+    real = REAL[kind]
+    keys, values, lengths = key_padding(real).apply(k, v)
+    if keys is not k:
+        assert lengths is not None
+        with pytest.raises(sparge.Unsupported, match=r"moved to the front .* pad at the end"):
+            attention(q, keys, values, key_lengths=lengths.clone(), **named)
+    elif "order" not in named:
+        mask = real[:, None, None] & (PLACES[:, None] >= PLACES)
+        out = attention(q, k, v, DENSE, key_lengths=lengths, **named)
+        assert rel_l2(out, scaled_dot_product_attention(q, k, v, attn_mask=mask)) < 0.01
 
 
 def test_facts_are_remembered_of_tensors_whose_changes_show() -> None:

@@ -199,6 +199,7 @@ def needs_grad(x: Tensor) -> Tensor:
          {"head_settings": replace(HeadSettings.uniform(HEADS, 0.3),
                                    density=needs_grad(torch.ones(HEADS)))}, "no backward pass"),
         ({"key_lengths": LENGTHS}, {"key_lengths": LENGTHS.long()}, "int32"),
+        ({"key_lengths": LENGTHS, "is_causal": True}, {"key_lengths": LENGTHS[:, None]}, "moved"),
         ({"block_mask": MASK}, {"block_mask": MASK[:, :2]}, "block_mask has shape"),
         ({"order": ORDER}, {"order": sparge.grid_order(TokenGrid(3, 8, 9))}, "216 tokens"),
         ({"order": ORDER, "key_lengths": LENGTHS},
@@ -242,8 +243,10 @@ def test_modes_see_prepared_calls(pretended_gpu: PretendedGpu) -> None:
     with Mode():
         attention(**BASE)
     assert seen[-1] == "sparge::attention"
-    with pytest.raises(RuntimeError, match="Batching rule not implemented for sparge::attention"):
-        torch.vmap(lambda q: attention(q, q, q))(torch.zeros(3, 1, 2, 200, 64))
+    x = torch.zeros(3, 1, 2, 200, 64)
+    for call in (lambda x: attention(x, x, x), lambda v: attention(x[0], x[0], v)):
+        with pytest.raises(Unsupported, match=r"torch\.vmap .* one call, or loop"):
+            torch.vmap(call)(x)
 
 
 @pytest.mark.parametrize("kind", [c_int32, c_void_p])

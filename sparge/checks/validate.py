@@ -89,7 +89,8 @@ def check_key_lengths(key_lengths: Tensor | None, q: Tensor) -> None:
     if key_lengths is None:
         return
     check_tensor("key_lengths", key_lengths, f"int32 of shape ({q.shape[0]},)")
-    if key_lengths.shape != (q.shape[0],) or key_lengths.dtype != torch.int32:
+    shape = (q.shape[0], 1) if key_lengths.dim() == 2 else (q.shape[0],)
+    if key_lengths.shape != shape or key_lengths.dtype != torch.int32:
         raise ValueError(
             f"key_lengths is {key_lengths.dtype} {tuple(key_lengths.shape)}; give int32 of shape "
             f"({q.shape[0]},), the valid keys of each batch entry."
