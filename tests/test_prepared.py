@@ -243,8 +243,8 @@ def test_modes_see_prepared_calls(pretended_gpu: PretendedGpu) -> None:
     with Mode():
         attention(**BASE)
     assert seen[-1] == "sparge::attention"
-    x = torch.zeros(3, 1, 2, 200, 64)
-    for call in (lambda x: attention(x, x, x), lambda v: attention(x[0], x[0], v)):
+    x, q = torch.zeros(3, 1, 2, 200, 64), torch.zeros(1, 2, 200, 64)
+    for call in (lambda x: attention(x, x, x), lambda x: attention(q, q, x)):
         with pytest.raises(Unsupported, match=r"torch\.vmap .* one call, or loop"):
             torch.vmap(call)(x)
 
