@@ -8,7 +8,7 @@
 namespace sparge {
 
 // Logical (batch, head, token, channel) view of a caller's tensor; the last dimension is contiguous.
-// Strides count elements. `vectorized`: every row starts at a multiple of 16 bytes and holds whole 16-byte chunks.
+// Strides count elements. `vectorized`: every row starts at a multiple of 16 bytes.
 struct TensorView {
   void* data;
   i64 batch_stride;

@@ -50,5 +50,5 @@ extern "C" __global__ void __launch_bounds__(sparge::score::kThreads, sparge::sc
   else
     score::pool_values<false>(p, place, shared, buckets);
   __syncthreads();
-  for (i32 row = warp; row < place.rows; row += score::kWarps) score::score_row(p, place, shared, buckets, masses, row);
+  for (i32 row = warp; row < place.rows; row += score::kWarps) score::score_row(p, place, shared, masses, row);
 }

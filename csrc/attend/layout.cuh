@@ -15,7 +15,7 @@ namespace sparge::attend {
 // the products (docs/experiments.md, "Rows of a warp").
 // Integer values at head_dim 128 take 16: each block's sums stand beside the accumulators, and with 32 rows ptxas spills.
 // Emulated E4M3 products convert their operands in registers: 16 rows leave room for that.
-constexpr bool kEmulated = kElement == Element::kInt8E4M3 && kArch == 90;
+constexpr bool kEmulated = kElement == Element::kInt8E4M3;
 constexpr bool kFewRows = kIntegerValues && kHeadDim == 128;
 constexpr int kRowTiles = kEmulated || kFewRows ? 1 : 2;
 constexpr int kWarpRows = 16 * kRowTiles;

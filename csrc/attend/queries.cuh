@@ -20,7 +20,7 @@ SPARGE_DEVICE void store_query(Smem& smem, i32 row, i32 channel, const float (&x
 #pragma unroll
     for (int i = 0; i < kLaneChannels; ++i) amax = ptx::max_or_nan(amax, fabsf(x[i]));
     amax = lane_max_or_nan<1, kTokenLanes>(amax);
-    // common/int8.cuh, written out: with a call ptxas spills on sm_100a.
+    // common/int8.cuh, written out: with a call ptxas spills on sm_120a.
     const float inverse_scale = amax > kLeastAmax ? kInt8Levels / amax : 1.0f;
     if (channel == 0) smem.q_scale[row] = amax;
     u8* at = smem.q + tile_offset<kQueryRowBytes>(row, channel / 16) + channel % 16;

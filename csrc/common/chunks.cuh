@@ -1,13 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0
 // Eight neighbouring channels of a token as one load. A thread keeps several in flight, and unpacks them when it needs numbers.
-// (Rows, in rows.cuh, unpacks inside the branch that loads: one load at a time.)
 #pragma once
 
+#include "../params.cuh"
 #include "../ptx/address.cuh"
+#include "../ptx/convert.cuh"
 #include "../ptx/cp_async.cuh"
-#include "rows.cuh"
+#include "types.cuh"
 
 namespace sparge {
+
+constexpr int kLaneChannels = 8;
+
+SPARGE_DEVICE void unpack_pair(DType type, u32 pair, float& low, float& high) {
+  if (type == DType::kBf16) {
+    low = __uint_as_float(pair << 16);
+    high = __uint_as_float(pair & 0xFFFF0000u);
+  } else {
+    low = ptx::fp16_to_float(static_cast<u16>(pair));
+    high = ptx::fp16_to_float(static_cast<u16>(pair >> 16));
+  }
+}
 
 // 16-bit pairs, as the tensor holds them; float32 as bf16.
 struct alignas(16) Chunk {

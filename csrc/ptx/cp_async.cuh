@@ -17,10 +17,6 @@ SPARGE_DEVICE void cp_async_16_or_zero(u32 destination, const void* source, bool
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(destination), "l"(source), "r"(read ? 16 : 0) : "memory");
 }
 
-SPARGE_DEVICE void cp_async_4(u32 destination, const void* source) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(destination), "l"(source) : "memory");
-}
-
 // Where `act` is true.
 SPARGE_DEVICE void cp_async_4_if(bool act, u32 destination, const void* source) {
   asm volatile(

@@ -16,10 +16,8 @@ constexpr int kTokensPerPass = 16;
 constexpr int kThreads = kTokenLanes * kTokensPerPass;
 constexpr int kWarps = kThreads / kWarpSize;
 constexpr int kPasses = kKeyBlock / kTokensPerPass;
-// 64 registers a thread hold a key tile; what else lives as long is in shared memory. On sm_89 ptxas spills with so few for E4M3
-// tiles of 128 channels. docs/experiments.md, "Registers of quantize".
-constexpr bool kNeedsRegisters = kArch == 89 && kHeadDim == 128 && kElement == Element::kInt8E4M3;
-constexpr int kBlocksPerSm = (kNeedsRegisters ? 768 : 1024) / kThreads;
+// 64 registers a thread hold a key tile; what else lives as long is in shared memory. docs/experiments.md, "Registers of quantize".
+constexpr int kBlocksPerSm = 1024 / kThreads;
 
 // Whether loads of a run's next keys and values start before the statistics of a block. Elsewhere ptxas spills.
 constexpr bool kLoadsEarly = kArch == 90 && is_quantized(kElement);

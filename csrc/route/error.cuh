@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Scores that rank key blocks by the error that pooling them would make (sparge/reference/choose.py has the maths).
+// Scores that rank key blocks by the error that pooling them would make (sparge/reference/scores.py has the maths).
 //
 // With s the variance of a block's logits, V_j its mean value and o the pooled estimate of the output:
 //   log mass + s / 2 + log(sqrt((s / 2)^2 |V_j - o|^2 + s / 64 * variance of V in the block))

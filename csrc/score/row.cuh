@@ -63,8 +63,7 @@ struct Sums {
 };
 
 // index: the row's in its thread block.
-SPARGE_DEVICE void score_row(const ScoreParams& p, const Place& place, const Shared& shared, const Buckets& buckets,
-                             const Masses& masses, i32 index) {
+SPARGE_DEVICE void score_row(const ScoreParams& p, const Place& place, const Shared& shared, const Masses& masses, i32 index) {
   const bool writes = threadIdx.x % kWarpSize == 0;
   const i32 pooling = p.densities - 1, row = place.first + index;
   const i64 first = static_cast<i64>(place.head_at) * p.densities * p.rows + row;  // row of the first part

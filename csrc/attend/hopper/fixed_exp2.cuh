@@ -4,7 +4,7 @@
 // w = 64 (x + kFixedShift), rounded to an integer. Read as a half, 16 w is 2^(w/64 - 15), but with a mantissa that is linear in
 // x. P is the mean of two such halves, half an octave apart. It errs by -1.5 to +1.1 % before E4M3 rounds it
 // (docs/experiments.md, "Error of P in fixed point"), and is monotonic in x. Below 2^-10 it is 0. A logit at the maximum gives
-// 450, which saturates at 448, as does what rounding lifts above it. sparge/reference/fixed_exp2.py computes the same.
+// 450, which saturates at 448, as does what rounding lifts above it. tests/oracle/fixed_exp2.py computes the same.
 #pragma once
 
 #include "../../ptx/convert.cuh"
