@@ -151,23 +151,25 @@ struct alignas(16) Exchange {
   SPARGE_DEVICE static u32 offset(u32 tile, u32 row) { return (tile * kRows + (row + 2 * tile) % kRows) * kRowBytes; }
 };
 
-static_assert(sizeof(ValueTile) % kSwizzleBytes == 0 && sizeof(Stage) % kSwizzleBytes == 0, "tiles begin where the swizzle does");
-// More hide no more latency. At head_dim 128 five would fit, but are slower (docs/experiments.md, "Number of stages").
-constexpr int kMostStages = kHeadDim == 64 ? 8 : 3;
-// Room for stages: shared memory less the queries, the exchanges and what follows them.
 constexpr int kConsumerWarps = kConsumerGroups * kGroupWarps;
-constexpr int kStageBytes =
-    227 * 1024 - 1024 - kItems * (kConsumerGroups * kQueryTileBytes + sizeof(Queries)) - kConsumerWarps * sizeof(Exchange);
-constexpr int kStages = kStageBytes / sizeof(Stage) < kMostStages ? kStageBytes / sizeof(Stage) : kMostStages;
-static_assert(kSixteenBits || kStages == kMostStages, "what else takes shared memory must not cost a stage unnoticed");
-static_assert(kStages >= 2, "a warpgroup waits for the step after the one it reads before it frees that");
-
 // Query rows as the tensor holds them, on their way to INT8. Eight lanes that read their shares of two rows touch all banks at
 // once, as rows are a share longer. Nobody uses the row, and the balance, that 16 bits have.
 constexpr int kRawRows = kSixteenBits ? 1 : kQueryBlock;
 constexpr int kBalances = kSixteenBits ? 1 : kFeederWarps;
 constexpr int kRowChunks = kHeadDim / kLaneChannels;
 constexpr int kShare = 4;  // lanes that quantize a row
+using RawRows = Chunk[kRawRows][kRowChunks + kShare];
+using Balances = float[kBalances][kHeadDim];  // of the head, where it is balanced: each feeder warp fills and reads its own
+
+static_assert(sizeof(ValueTile) % kSwizzleBytes == 0 && sizeof(Stage) % kSwizzleBytes == 0, "tiles begin where the swizzle does");
+// More hide no more latency. At head_dim 128 no more fit.
+constexpr int kMostStages = kHeadDim == 64 ? 8 : 3;
+// Room for stages: shared memory less all else that Smem holds.
+constexpr int kStageBytes = 227 * 1024 - 1024 - kItems * (kConsumerGroups * kQueryTileBytes + sizeof(Queries)) -
+                            kConsumerWarps * sizeof(Exchange) - sizeof(RawRows) - sizeof(Balances);
+constexpr int kStages = kStageBytes / sizeof(Stage) < kMostStages ? kStageBytes / sizeof(Stage) : kMostStages;
+static_assert(kSixteenBits || kStages == kMostStages, "what else takes shared memory must not cost a stage unnoticed");
+static_assert(kStages >= 2, "a warpgroup waits for the step after the one it reads before it frees that");
 
 struct alignas(kSwizzleBytes) Smem {
   u8 q[kItems][kConsumerGroups][kQueryTileBytes];
@@ -177,8 +179,8 @@ struct alignas(kSwizzleBytes) Smem {
   Vec16 score_zero;                    // kScoreZero four times
   u32 skipped_pairs[kConsumerGroups];  // by the PV filter
   u32 never_read;                      // see Consumer::settle
-  Chunk raw[kRawRows][kRowChunks + kShare];
-  float balance[kBalances][kHeadDim];  // of the head, where it is balanced: each feeder warp fills and reads its own
+  RawRows raw;
+  Balances balance;
 
   // Offset in bytes, so that the address of a stage takes an addition and no product.
   SPARGE_DEVICE Stage& stage_at(u32 offset) { return *reinterpret_cast<Stage*>(reinterpret_cast<u8*>(stage) + offset); }

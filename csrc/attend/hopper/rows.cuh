@@ -31,6 +31,32 @@ SPARGE_DEVICE i32 unseen_from(const Step& step, int block, int half, bool causal
   return end - ptx::thread_index() % 4 * 2;
 }
 
+// Score (key tile j, row half, column c) of this thread.
+SPARGE_DEVICE constexpr int at(int j, int half, int c) { return 4 * j + 2 * half + c; }
+
+// Maximum of a row that met no key yet, -FLT_MAX: below every finite logit, and finite, so that the difference of two such maxima
+// is 0 and not a NaN. Scores that do not exist are minus infinity, also less this maximum. So neither the exponents nor alpha ask
+// whether there was a key. Outside the kernel it is minus infinity (reported).
+constexpr float kNoKey = __builtin_bit_cast(float, 0xFF7FFFFFu);
+
+// Running maxima of a thread's rows.
+struct Maxima {
+  PerRow most;  // log2 units, kNoKey before the first key
+
+  // As partial results report it.
+  SPARGE_DEVICE float reported(int half) const { return most[half] == kNoKey ? kMinusInfinity : most[half]; }
+
+  // Raises the running maxima to the step's; alpha is the factor on earlier sums.
+  SPARGE_DEVICE void raise(const PerRow (&block_most)[kStepBlocks], PerRow& alpha) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float before = most[half];
+      most[half] = fmaxf(before, fmaxf(block_most[0][half], block_most[1][half]));
+      alpha[half] = ptx::exp2_approx(before - most[half]);
+    }
+  }
+};
+
 // Barrier 0 is __syncthreads. The consumer warpgroups of the 16-bit kernel alternate, each at a barrier of its own. The PV
 // filter's votes are one warpgroup's.
 enum NamedBarrier { kBarrierTurn = 1, kBarrierFeeder = kBarrierTurn + kConsumerGroups, kBarrierVote };

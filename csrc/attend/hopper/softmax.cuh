@@ -16,16 +16,8 @@ using attend::kNoRow;
 using attend::kScoreZero;
 using attend::kShift;
 
-// Maximum of a row that met no key yet, -FLT_MAX: below every finite logit, and finite, so that the difference of two such maxima
-// is 0 and not a NaN. Scores that do not exist are minus infinity, also less this maximum. So neither the exponents nor alpha ask
-// whether there was a key. Outside the kernel it is minus infinity (reported).
-constexpr float kNoKey = __builtin_bit_cast(float, 0xFF7FFFFFu);
-
 using Levels = i32[kScores];
 using Probabilities = u32[kValueSteps][4];
-
-// Score (key tile j, row half, column c) of this thread.
-SPARGE_DEVICE constexpr int at(int j, int half, int c) { return 4 * j + 2 * half + c; }
 
 // Minus infinity past the last key, above the causal diagonal and in a missing second block.
 SPARGE_DEVICE void mask_scores(Levels& levels, const Step& step, int block, bool causal) {
@@ -61,17 +53,13 @@ SPARGE_DEVICE void pool_scores(Levels& levels, const Stage& stage, int tile, con
   }
 }
 
-struct Softmax {
-  PerRow most;      // log2 units, kNoKey before the first key
+struct Softmax : Maxima {
   PerRow sum = {};  // of the rounded probabilities
 
   SPARGE_DEVICE explicit Softmax(const Queries& queries) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) most[half] = queries.token[first_row_of_item() + 8 * half] >= 0 ? kNoKey : kNoRow;
   }
-
-  // As partial results report it.
-  SPARGE_DEVICE float reported(int half) const { return most[half] == kNoKey ? kMinusInfinity : most[half]; }
 
   // Largest logit of a block among this thread's columns, log2 units.
   template <bool kMasked>
@@ -128,17 +116,6 @@ struct Softmax {
 #pragma unroll
       for (int half = 0; half < 2; ++half)
         block_most[0][half] = block_most[1][half] = lane_max<1, 4>(fmaxf(block_most[0][half], block_most[1][half]));
-    }
-  }
-
-  // Raises the running maxima to the step's; alpha is the factor on earlier sums.
-  SPARGE_DEVICE void raise(const PerRow (&block_most)[kStepBlocks], PerRow& alpha) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float both = fmaxf(block_most[0][half], block_most[1][half]);
-      const float before = most[half];
-      most[half] = fmaxf(before, both);
-      alpha[half] = ptx::exp2_approx(before - most[half]);
     }
   }
 

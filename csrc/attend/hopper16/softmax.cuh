@@ -13,16 +13,9 @@ namespace sparge::hopper16 {
 
 using namespace hopper;
 
-// Maximum of a row that met no key yet, -FLT_MAX: below every finite logit, and finite, so that the difference of two such maxima
-// is 0 and not a NaN. Outside the kernel it is minus infinity (reported).
-constexpr float kNoKey = __builtin_bit_cast(float, 0xFF7FFFFFu);
-
 constexpr int kStepTiles = kStepBlocks * kKeyTiles;
 using Scores = float[kStepBlocks * kScores];
 using Probabilities = u32[kValueSteps][4];
-
-// Score (key tile j, row half, column c) of this thread.
-SPARGE_DEVICE constexpr int at(int j, int half, int c) { return 4 * j + 2 * half + c; }
 
 // Minus infinity past the last key, above the causal diagonal and in a missing second block.
 SPARGE_DEVICE void mask_scores(Scores& scores, const Step& step, bool causal) {
@@ -65,17 +58,13 @@ SPARGE_DEVICE float flattening(float most) {
   return __uint_as_float(smaller(kOne, kOne + kOne + (kLimit << 23) - (__float_as_uint(most) & kExponent)));
 }
 
-struct Softmax {
-  PerRow most;      // log2 units, kNoKey before the first key
+struct Softmax : Maxima {
   PerRow sum = {};  // of this thread's columns, until finish()
 
   SPARGE_DEVICE explicit Softmax(const Queries& queries) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) most[half] = queries.token[first_row() + 8 * half] >= 0 ? kNoKey : attend::kNoRow;
   }
-
-  // As partial results report it.
-  SPARGE_DEVICE float reported(int half) const { return most[half] == kNoKey ? kMinusInfinity : most[half]; }
 
   // Largest score of a block in the row, over all columns.
   SPARGE_DEVICE static float largest(const Scores& scores, int block, int half) {
@@ -103,16 +92,6 @@ struct Softmax {
       }
     }
     return vote;
-  }
-
-  // Raises the running maxima to the step's; alpha is the factor on earlier sums.
-  SPARGE_DEVICE void raise(const PerRow (&block_most)[kStepBlocks], PerRow& alpha) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float before = most[half];
-      most[half] = fmaxf(before, fmaxf(block_most[0][half], block_most[1][half]));
-      alpha[half] = ptx::exp2_approx(before - most[half]);
-    }
   }
 
   // Scores become probabilities relative to the running maximum.
