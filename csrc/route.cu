@@ -64,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(sparge::route::kThreads, sparge::ro
   if (warp < rows) dense[warp] = rules().dense(row(warp)), seen[warp] = row(warp).seen;
   __syncthreads();
   route::score_mass(p, vectors, scores, standing, kv_at, rows);
-  if (p.k_variance && p.thresholds && p.thresholds[head].router > 0.0f)
+  if (p.k_variance && p.thresholds[head].router > 0.0f)
     route::score_error(p, vectors, norm, scores, spare, standing, place, seen);
   __syncthreads();
   if (warp < rows) route::map_from_scores(p, row(warp), dense[warp], scores + warp * p.score_pitch, standing, candidates[warp]);

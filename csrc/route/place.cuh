@@ -15,7 +15,7 @@ struct BatchHead {
 // By whole warps, of which each finds the same.
 SPARGE_DEVICE BatchHead batch_head(const RouteParams& p, i32 index) {
   const i32 heads = p.problem.heads, lane = threadIdx.x % kWarpSize;
-  if (!p.k_variance || !p.thresholds) return {index / heads, index % heads};
+  if (!p.k_variance) return {index / heads, index % heads};
   auto by_error = [&](i32 head) { return head < heads && p.thresholds[head].router > 0.0f; };
   i32 longer = 0;
   for (i32 first = 0; first < heads; first += kWarpSize) longer += __popc(__ballot_sync(kFullWarp, by_error(first + lane)));
