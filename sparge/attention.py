@@ -131,8 +131,10 @@ def attention(
 
     Returns:
         The result; with ``return_lse`` a pair of it and the log-sum-exp. Rows that see no key are 0
-        (log-sum-exp -inf). A NaN or an infinity makes NaN: in q its row, in k or v every row of the
-        heads that share it, whatever they keep.
+        (log-sum-exp -inf); with 16-bit operands also rows whose logits all overflow to -inf. A NaN
+        or an infinity makes NaN: in q its row, in k or v every row that sees a key, of the heads
+        that share it, whatever they keep; with 8-bit operands also causal rows that see no key of
+        the blocks that a mask leaves them.
 
     Raises:
         Unsupported: the call is valid but cannot be served; ``reason`` says why.

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import sparge
 from sparge import HeadSettings, Precision, Router, SparsePolicy, TokenGrid
@@ -56,6 +57,32 @@ def test_stats_add_up_over_calls(make_qkv) -> None:
     q, k[:, :, :64] = q + 1, k[:, :, :64] + 2
     attention(q, k, v, SparsePolicy(topk=1.0, pvthreshd=2.0), stats=stats)
     assert 0.5 < stats.pv_skipped_share <= 0.9
+
+
+def judge_rows_beside_a_nan(qkv: tuple[Tensor, ...], return_lse: bool, is_causal: bool) -> None:
+    """A NaN in a key of one of two heads of 300 tokens, and a mask that leaves the second query
+    block no key, the third one not that key, and causal rows of the first one a block of which they
+    see no key."""
+    q, k, v = qkv
+    k[:, 0, 70, 3] = torch.nan
+    mask = torch.ones(1, 2, 3, 5, dtype=torch.bool, device=q.device)
+    mask[:, :, 1], mask[:, :, 2, 1] = False, False
+    mask[:, :, 0, 0] = not is_causal
+    options = {"block_mask": mask, "is_causal": is_causal}
+    result = attention(q, k, v, SIXTEEN_BIT, return_lse=return_lse, **options)
+    sees = torch.ones(300, dtype=torch.bool, device=q.device)
+    sees[128:256] = False
+    if is_causal:
+        sees[:64] = False
+    for found, of_none in zip(result if return_lse else (result,), (0, -torch.inf), strict=False):
+        assert (found[:, :, ~sees] == of_none).all()
+        assert found[:, 0, sees].isnan().all() and found[:, 1, sees].isfinite().all()
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_rows_that_see_no_key_are_0_beside_a_nan(make_qkv, return_lse, is_causal) -> None:
+    judge_rows_beside_a_nan(make_qkv(1, 2, 300, 64), return_lse, is_causal)
 
 
 @pytest.mark.gpu

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import sparge
 from benchmarks.kept import routed
-from sparge import AttentionStats
+from sparge import AttentionStats, Precision
 from sparge.stats import Counter
 from tests.fuzz.bounds import Bounds, Confidence, bounds, slack
 from tests.fuzz.draw import Case
@@ -57,7 +57,8 @@ def _spoil(
 ) -> None:
     """A number that is none, in a key or a value: no row of the query heads that read it is one,
     whether their blocks are kept or not, and nothing of the others changes (on a GPU by a bit). One
-    in a query: its row, and maybe others of its head."""
+    in a query: its row, and maybe others of its head. A row without keys stays 0, but with 8 bits a
+    causal one may keep a block that it sees no key of."""
     rng = random.Random(case.seed)
     if rng.random() > SPOILT:
         return
@@ -83,6 +84,10 @@ def _spoil(
     outcome.expect(not hurt.isfinite().all(-1)[spoilt].any(), f"{what} does not show")
     outcome.expect(lse is None or lse[spoilt].isnan().all(), f"{what} does not show in the LSE")
     outcome.expect(hurt[exact.seen & ~spoilt].isfinite().all(), f"{what} shows elsewhere")
+    if case.policy.precision is Precision.SIXTEEN_BIT or not case.is_causal:
+        outcome.expect(not hurt[~exact.seen].any(), f"{what} shows in a row without keys")
+        of_none = None if lse is None else lse[~exact.seen] == -math.inf
+        outcome.expect(of_none is None or of_none.all(), f"{what} shows in its LSE")
     same = torch.equal(hurt[others], out[others])
     if out.device.type == "cpu":  # the reference sums what goes together in another order
         near = 1e-5 * float(out[others].abs().max()) if others.any() else 0.0

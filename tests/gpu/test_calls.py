@@ -17,6 +17,7 @@ import sparge
 from benchmarks.metrics import rel_l2
 from sparge import AttentionStats, HeadSettings, Precision, SparsePolicy, TorchCall, key_padding
 from tests.gpu.conftest import Kernels, every_kernel, no_waits
+from tests.test_attention import judge_rows_beside_a_nan
 from tests.test_causal import assert_same_rows, dense, visible
 from tests.test_rules import GRID, RULES, of_elements
 
@@ -57,6 +58,18 @@ def test_logits_of_any_size_are_as_float64_says(
     if of_q == of_k >= 30:
         own = q.double().square().sum(-1) * scale
         torch.testing.assert_close(lse.double(), own, rtol=0.02, atol=1.0)
+
+
+@every_kernel
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_rows_that_see_no_key_are_0_beside_a_nan(
+    return_lse: bool, head_dim: int, kernels: Kernels, force, make_qkv
+) -> None:
+    """With 8 bits causal rows may be NaN that see no key of the blocks they keep."""
+    force(kernels)
+    qkv = make_qkv(1, 2, 300, head_dim, device="cuda")
+    judge_rows_beside_a_nan(qkv, return_lse, is_causal=not kernels.element.quantized)
 
 
 @pytest.mark.parametrize("causal", ["top-left", "bottom-right"])

@@ -115,7 +115,10 @@ struct Softmax : Maxima {
 
   SPARGE_DEVICE void finish(const Queries& queries) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) sum[half] = lane_sum<1, 4>(sum[half]) + queries.zero_if_finite;
+    for (int half = 0; half < 2; ++half) {
+      const float of_row = lane_sum<1, 4>(sum[half]);
+      sum[half] = of_row != 0.0f ? of_row + queries.zero_if_finite : 0.0f;
+    }
   }
 };
 
