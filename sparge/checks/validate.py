@@ -175,8 +175,9 @@ def check_bottom_right(
         )
 
 
-#: Least scale: below it the scale of two all-zero blocks (2^-64 each) underflows to 0, and 0 times
-#: a masked score is NaN.
+#: Least scale: far above those whose product with the scale of a key block of zeros (2^-80)
+#: underflows to 0, which times a masked score is NaN. Small scales of query rows are raised for the
+#: same reason (csrc/attend/row_scale.cuh).
 LEAST_SCALE = 2.0**-20
 
 
