@@ -23,6 +23,7 @@ from sparge import (
 )
 from sparge.kernels import Element
 from sparge.kernels.params import HOPPER_ATTEND
+from sparge.kernels.warmup import Needs, eight_bit_specs
 from sparge.session.measure_kernels import on_kernels
 from sparge.stages import on_reference, prepared
 from sparge.stages.key_mean import LEAST_KEYS, STRIDE
@@ -210,6 +211,32 @@ def test_a_call_that_keeps_everything_is_not_routed(
     assert ("route" in params) == routed == bool(params[HOPPER_ATTEND].block_map)
     stats = AttentionStats("cpu")
     assert told(SparsePolicy(**given), stats=stats, **options)["route"].counters
+
+
+@pytest.mark.parametrize("given", ["is_causal", "key_lengths", "stats", "block_mask"])
+def test_a_call_that_ranks_nothing_has_no_room_for_scores(pretend_gpu, given: str) -> None:
+    """However long it is."""
+    gpu, blocks = pretend_gpu("sm_89"), 20_000
+    q = torch.zeros(1, 1, 1, 64, dtype=torch.bfloat16).expand(-1, -1, 64 * blocks, -1)
+    attention(q, q, q, SparsePolicy(topk=1.0), **{given: {
+        "is_causal": True,
+        "key_lengths": torch.tensor([100], dtype=torch.int32),
+        "stats": AttentionStats("cpu"),
+        "block_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool).expand(-1, -1, blocks // 2, blocks),
+    }[given]})  # fmt: skip
+    assert gpu.of_entry("route").extra_shared == 0
+    with pytest.raises(Unsupported, match="whose scores do not fit"):
+        attention(q, q, q, SparsePolicy(topk=0.5))
+
+
+@pytest.mark.parametrize("arch", ["sm_89", "sm_90a", "sm_103a"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_warm_up_has_the_kernels_of_calls(make_qkv, pretend_gpu, arch: str, dtype) -> None:
+    """Also of 16-bit inputs of a type that nobody said."""
+    gpu = pretend_gpu(arch)
+    attention(*make_qkv(dtype=dtype))
+    for needs in {Needs(64, dtype), Needs(64, None if dtype.itemsize == 2 else dtype)}:
+        assert {*gpu.loaded} <= {*eight_bit_specs(arch, needs)}
 
 
 @pytest.mark.parametrize("order", [None, grid_order(GRID)], ids=["as they come", "ordered"])

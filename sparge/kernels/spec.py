@@ -227,6 +227,8 @@ def all_specs(arch: str) -> list[KernelSpec]:
         for pv_filter in (False, True)
         for source in Source
         if entry not in HOPPER_ENTRIES or attend_entry(arch, element) == entry
+        # 16-bit operands are of the type that q, k and v have.
+        if element.quantized or source is Source.ANY or element.name == source.name
     )
     return list(dict.fromkeys(specs))
 

@@ -18,7 +18,7 @@ from ..reasons import Reason
 from .device import capabilities
 from .driver import DriverError
 from .loader import warm
-from .spec import HEAD_DIMS, KernelSpec, Source, eight_bit_element, native_specs
+from .spec import HEAD_DIMS, KernelSpec, Source, native_element, native_specs
 
 logger = logging.getLogger("sparge")
 
@@ -56,12 +56,13 @@ UNKNOWN = Needs()
 def eight_bit_specs(arch: str, needs: Needs = UNKNOWN) -> list[KernelSpec]:
     """Kernels of the 8-bit precision. Those with the PV filter are compiled when a call asks for
     them."""
-    own, dtype = eight_bit_element(arch), needs.dtype
-    sources = [Source.BF16, Source.FP16] if dtype is None else [Source.of(dtype)]
+    dtypes = (torch.bfloat16, torch.float16) if needs.dtype is None else (needs.dtype,)
+    elements = {native_element(arch, False, dtype) for dtype in dtypes}
+    sources = {Source.of(dtype) for dtype in dtypes}
     return [
         spec
         for spec in native_specs(arch)
-        if (spec.element is own or not spec.reads_element)
+        if (spec.element in elements or not spec.reads_element)
         and not spec.pv_filter
         and spec.head_dim in needs.head_dims
         and (spec.entry != "quantize" or spec.source in sources)

@@ -143,7 +143,7 @@ class Launches:
         kind, shape, rules, policy = self.kind, self.kind.shape, self.kind.rules, self.policy
         kernel = self.kernel("route")
         rows, pitch, shared = kernel.sizes.rows, 0, 0
-        if self.routes:
+        if self.scores:
             room = RouteShared.of(shape, self.pools, kernel.sizes, self.shared_room(kernel))
             rows, pitch, shared = room.rows, room.pitch, room.nbytes
         params = self.params(

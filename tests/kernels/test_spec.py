@@ -87,6 +87,8 @@ def test_the_path_of_a_call(arch):
         assert KernelSpec(path, arch, 128, element, True) in built
         assert KernelSpec("attend", arch, 64, eight_bit) in all_specs(arch)
     assert attend_entry("sm_90a", Element.INT8_FP16) == "attend"
+    of_another = {(Element.BF16, Source.FP16), (Element.FP16, Source.BF16)}
+    assert not of_another & {(spec.element, spec.source) for spec in all_specs(arch)}
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -97,7 +99,7 @@ def test_heads_can_be_measured_everywhere_with_quantized_keys(arch: str) -> None
     assert ready >= {(attend_entry(arch, element), head_dim) for head_dim in HEAD_DIMS}
 
 
-@pytest.mark.parametrize("arch", ["sm_86", "sm_89", "sm_90a", "sm_120a"])
+@pytest.mark.parametrize("arch", ["sm_86", "sm_89", "sm_90a", "sm_103a", "sm_120a"])
 def test_a_model_waits_for_five_kernels(arch: str) -> None:
     """Those of its own head_dim and dtype, one a stage."""
     specs = eight_bit_specs(arch, Needs(96, torch.bfloat16))
