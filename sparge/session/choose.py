@@ -65,7 +65,8 @@ class Curves:
         far, of_norm = far[..., None, None], norm[..., None, None]
         spread = error - 2 * towards + far  # |y - m|^2
         scale = (far / spread).sqrt()
-        scale = torch.where((far > 0) & (spread > 0), scale, 1.0).clamp(*SCALES)
+        corrects = (far > 0) & (spread > 0) & candidates.scaled
+        scale = torch.where(corrects, scale, 1.0).clamp(*SCALES)
         left = scale**2 * error + 2 * scale * (1 - scale) * towards + (1 - scale) ** 2 * far
         left = left.clamp(min=0) + (UNSURE * scale.log()) ** 2 * far
         relative = torch.where(of_norm > 0, left / of_norm, 0.0).sqrt()
@@ -153,13 +154,13 @@ class Curves:
         density = chosen % densities
         weights = torch.tensor(POOL_WEIGHTS, dtype=torch.float32, device="cpu")
         shape = len(chosen), len(self.known), -1
-        error = _of(self.error.flatten(1), chosen)
+        error, scale = (_of(x.flatten(1), chosen) for x in (self.error, self.scale))
         on_device = weights.to(chosen.device, non_blocking=True)
         return ChosenSettings(
             self.candidates.asked[density].view(shape),
             on_device[which % len(POOL_WEIGHTS)].view(shape),
             (which // len(POOL_WEIGHTS)).int().view(shape),
-            _of(self.scale.flatten(1), chosen).float().view(shape),
+            scale.float().view(shape) if self.candidates.scaled else None,
             self.candidates.kept[density].float().view(shape),
             (error.square() + ROUNDING**2).sqrt().float().view(shape),
             self.weight.float().view(shape[1:]),
@@ -174,7 +175,8 @@ class ChosenSettings:
     density: Tensor
     pool_weight: Tensor
     order_kind: Tensor
-    output_scale: Tensor
+    output_scale: Tensor | None
+    """None where heads have none."""
     kept: Tensor
     """Share of pairs that the density keeps."""
     error: Tensor
@@ -191,10 +193,10 @@ class ChosenSettings:
         They are made when each layer asks: before a pass the device waits for the host, in the pass
         the host has time. All are views of one, so that making them allocates nothing.
         """
-        density, weight, kind, scale = (
-            x[step].flatten()
-            for x in (self.density, self.pool_weight, self.order_kind, self.output_scale)
+        density, weight, kind = (
+            x[step].flatten() for x in (self.density, self.pool_weight, self.order_kind)
         )
+        scale = None if self.output_scale is None else self.output_scale[step].flatten()
         router, kind = torch.full_like(kind, Router.ERROR), kind if orders > 1 else None
         whole = HeadSettings(density, weight, router, order_kind=kind, output_scale=scale)
         whole.table(policy)  # single ones take seven launches a layer

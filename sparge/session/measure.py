@@ -28,6 +28,7 @@ from torch.nn.functional import pad
 
 from ..blocks import KEY_BLOCK, QUERY_BLOCK, whole_steps
 from ..kernels import capabilities
+from ..kernels.spec import eight_bit_element
 from ..order.grid import EMPTY, TokenOrder
 from ..reference.scores import log_scores
 from ..stages.as_written import as_written
@@ -67,6 +68,8 @@ class Candidates:
     """(densities,): place between that one, 0, and the next measured one, 1."""
     measured: tuple[float, ...]
     """Measured densities, as a `threshold_table` takes them; the last is 1."""
+    scaled: bool
+    """Whether heads may have an output scale: 16-bit operands do not know it."""
 
     @classmethod
     def of(cls, order: TokenOrder, device: torch.device, shares_keys: bool = False) -> Candidates:
@@ -91,6 +94,7 @@ class Candidates:
             below.to(device),
             share.to(device),
             tuple(_asking(rank, blocks) for rank in ranks),
+            not (arch := capabilities(device).arch) or eight_bit_element(arch).quantized,
         )
 
     @property

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..blocks import block_count
+from ..errors import Unsupported
 from ..kernels import Element, Kernel, KernelSpec, get_kernel, native_element
 from ..kernels.params import PARAMS, Problem, TensorView
 from ..kernels.spec import ARCHS, HOPPER_ENTRIES, Source, attend_entry
@@ -79,6 +80,11 @@ class Launches:
         policy, settings = kind.rules.policy, kind.rules.settings
         self.kind, self.arch, self.policy = kind, arch, policy
         self.element = element_of(kind, arch)
+        if settings is not None and settings.has_output_scale and not self.element.quantized:
+            raise Unsupported(
+                f"The head settings have an output_scale, but kernels for {arch} serve 8-bit calls "
+                "by 16-bit operands, which do not know it: leave it out."
+            )
         self.ordered = kind.rules.order is not None
         self.routes = kind.mask_strides is None
         self.pools = settings is not None and settings.pools

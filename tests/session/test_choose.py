@@ -3,23 +3,28 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+import sparge
+from sparge import Unsupported
 from sparge.head_settings import HeadSettings, Router
 from sparge.order.grid import TokenGrid, TokenOrder, grid_order, raster_order
-from sparge.policy import SparsePolicy
+from sparge.policy import Precision, SparsePolicy
 from sparge.reference import Operands, route
 from sparge.session.choose import LEAST_WEIGHT, ROUNDING, ChosenSettings, Curves
 from sparge.session.measure import MEASURED, POOL_WEIGHTS, Candidates, Measured, Sums, kept_shares
 from sparge.thresholds import COLUMNS
 from tests.session.parts import CPU, GRID, SETTINGS
 
+attention: Any = sparge.attention
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -257,6 +262,26 @@ def test_a_layer_that_is_not_finite_has_no_say(generator, bad: float, field: int
     assert not nothing.known.any() and settings_of(nothing, budget=0.6).kept.isfinite().all()
 
 
+@pytest.mark.parametrize(("arch", "scaled"), [("sm_100a", True), ("sm_103a", False)])
+def test_output_scales_are_of_kernels_that_know_them(
+    arch: str, scaled: bool, generator: torch.Generator, make_qkv, pretend_gpu
+) -> None:
+    """16-bit operands, which serve 8-bit calls on B300, do not."""
+    pretend_gpu(arch)
+    order, errors = raster_order(7 * 64), drawn(generator, 2)
+    sums = sums_of(errors)
+    sums.of_layers[0][2].fill_(1.0)
+    curves = Curves.of(sums, Candidates.of(order, CPU))
+    settings = curves.settings(curves.chosen([0.6])).of_step(0, SparsePolicy(), 1)(0)
+    assert (settings.output_scale is not None) == scaled == bool((curves.scale != 1).any())
+    qkv = make_qkv(1, 2, order.tokens)
+    attention(*qkv, head_settings=settings)
+    given = replace(settings, output_scale=torch.full((2,), 0.5))
+    with nullcontext() if scaled else pytest.raises(Unsupported, match="16-bit operands"):
+        attention(*qkv, head_settings=given)
+    attention(*qkv, SparsePolicy(precision=Precision.INT8_FP16), head_settings=given)
+
+
 def test_the_same_sums_give_the_same_bits(generator: torch.Generator) -> None:
     """In whatever order layers came, in how many parts, and however often it is asked."""
     sums, parts = (
@@ -289,4 +314,5 @@ def test_settings_of_a_layer_are_views_that_allocate_nothing(generator: torch.Ge
             table = own.table(policy)
             assert table.data_ptr() == first + layer * table.nbytes
             scales = table[:, COLUMNS.index("output_scale")]
+            assert settings.output_scale is not None
             assert torch.equal(scales, settings.output_scale[1, layer])
