@@ -72,8 +72,6 @@ def end_run(run: Session, stopped: bool, node_id: str | None) -> Report | None:
     except Exception:
         logger.exception("[Sparge] the report failed")
         return None
-    finally:
-        run.end()
 
 
 def publish(report: Report, node_id: str | None) -> None:

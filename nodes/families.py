@@ -290,11 +290,13 @@ class ModelLayout(TokenLayout):
         double: layers before the single-stream ones, which models number from 0 again.
         places: number of each layer of a U-Net.
         left_out_key: as in `Family`.
+        heads: attention heads, as far as they are known.
     """
 
     double: int = 0
     places: Mapping[Place, int] = field(default_factory=dict)
     left_out_key: str | None = None
+    heads: int | None = None
 
 
 def token_layout(
@@ -329,7 +331,6 @@ def token_layout(
         heads=_num_heads(model),
         left_out_key=family.left_out_key,
         frame_by_frame=family.frame_by_frame,
-        masked=given.get("attention_mask") is not None,
     )
     if layout.grid is None:
         return layout

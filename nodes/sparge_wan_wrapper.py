@@ -257,7 +257,6 @@ def _layout(transformer: Any, latent: Tensor, given: Mapping[str, Any]) -> Token
         text=TextPosition.NONE,
         grid=(time, height, width),
         tokens=TokenGrid(time, height, width),
-        heads=transformer.num_heads,
         prompts=frozenset(_lengths(given)) | {getattr(transformer, "text_len", 0)},
     )
 

@@ -26,8 +26,6 @@ LINES = {
     "new GPU": ("this GPU is not supported yet", "Look for an update of Sparge Attention"),
     "no compiler": ("CUDA's compiler is missing", f"{_CUDA} again"),
     "old PyTorch": ("PyTorch is older than this GPU", "Update PyTorch"),
-    "slower kernels": ("slower kernels run", "Slower kernels run: update PyTorch"),
-    "refused kernels": ("slower kernels run", "Slower kernels run: please report the log"),
     "compile": ("a kernel did not compile", _REPORT),
     "load": ("the driver took no kernel", f"{_DRIVER}, or run again"),
     "not ready": ("the kernels are not ready", "Run again; the log has the error"),

@@ -40,7 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if arch := config.getoption("--arch"):
-        device.SERVED_BY[9, 0] = (arch,)
+        device.SERVED_BY[9, 0] = arch
 
 
 def no_gpu_reason() -> str:
@@ -121,11 +121,10 @@ def make_qkv(generator: torch.Generator) -> Inputs:
 
 @pytest.fixture
 def fresh_targets(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Forgets which targets were learned, refused and used; the test's end brings them back."""
+    """Forgets which targets were learned; the test's end brings them back."""
 
     def forget() -> None:
-        for name, empty in (("_known", dict), ("_refused", set), ("_in_use", set)):
-            monkeypatch.setattr(device, name, empty())
+        monkeypatch.setattr(device, "_known", {})
 
     return forget
 

@@ -18,7 +18,7 @@ from sparge.stages import launches, prepared
 _SIZES = {"means": (4,), "route": (16, 16, 1000), "attend": (1,), "score": (16, 8, 1000)}
 _ASK = (
     *("attention", "kernels.device", "kernels.loader", "session.measure"),
-    *("stages.measuring", "stages.op"),
+    *("stages.measuring", "stages.op", "stages.prepared"),
 )
 
 

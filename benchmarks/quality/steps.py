@@ -68,7 +68,7 @@ class TunedHeads:
 
     def _begin(self, step: int) -> Pass:
         model = self.run.model
-        layout = TokenLayout.of(len(model.blocks), self.run.grid, model.config.heads)
+        layout = TokenLayout.of(len(model.blocks), self.run.grid)
         return self._session.begin_step(step, layout, self.run.begun.device)
 
     def of_call(

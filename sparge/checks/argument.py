@@ -39,7 +39,8 @@ def check_tensor(name: str, value: Any, give: str) -> None:
         kind = "nested" if value.is_nested else f"of layout {value.layout}"
         raise Unsupported(
             f"{name} is {kind}, and only plain tensors are served: pad nested ones and give "
-            "key_lengths, or call attention for each part; of sparse ones give to_dense()."
+            "key_lengths, or call attention for each part; of sparse ones give to_dense().",
+            "own",
         )
 
 

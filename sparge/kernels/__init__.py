@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from .device import Capability, capabilities
 from .driver import DriverError, Kernel
-from .loader import by_best_target, get_kernel, load_all, warm
+from .loader import get_kernel, load_all, warm
 from .spec import Element, KernelSpec, native_element, pv_filter_saves
 
 __all__ = [
@@ -17,7 +17,6 @@ __all__ = [
     "Element",
     "Kernel",
     "KernelSpec",
-    "by_best_target",
     "capabilities",
     "get_kernel",
     "load_all",

@@ -3,32 +3,27 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from dataclasses import dataclass
 
 import torch
 
 from ..compiling import constant_in_graphs
-from ..errors import KernelBuildError
 from ..reasons import Reason
 from . import driver, nvrtc
 from .spec import ARCHS
 
-logger = logging.getLogger("sparge")
-
-#: Compute capability -> targets that run on it, best first; the first one is used that NVRTC knows
-#: and whose kernels compile, as far as was tried (`pass_over`).
-SERVED_BY: dict[tuple[int, int], tuple[str, ...]] = {
-    (8, 0): ("sm_80",),
-    (8, 6): ("sm_86", "sm_80"),
-    (8, 7): ("sm_80",),
-    (8, 9): ("sm_89", "sm_80"),
-    (9, 0): ("sm_90a", "sm_90"),
-    (10, 0): ("sm_100a",),
-    (10, 3): ("sm_103a",),
-    (12, 0): ("sm_120a",),
-    (12, 1): ("sm_121a",),
+#: Compute capability -> target that runs on it.
+SERVED_BY: dict[tuple[int, int], str] = {
+    (8, 0): "sm_80",
+    (8, 6): "sm_86",
+    (8, 7): "sm_80",
+    (8, 9): "sm_89",
+    (9, 0): "sm_90a",
+    (10, 0): "sm_100a",
+    (10, 3): "sm_103a",
+    (12, 0): "sm_120a",
+    (12, 1): "sm_121a",
 }
 
 
@@ -37,25 +32,16 @@ NOTHING = Reason("")
 
 @dataclass(frozen=True)
 class Capability:
-    """``arch`` is the target to build for, "" when not ``usable``; ``reason`` is "" when it is.
-
-    ``fallback`` is the target that takes over should a kernel of ``arch`` not compile, "" where
-    none is left. ``note`` is for the user where a better target than ``arch`` exists.
-    """
+    """``arch`` is the target to build for, "" when not ``usable``; ``reason`` is "" when it is."""
 
     usable: bool
     reason: Reason = NOTHING
     arch: str = ""
-    fallback: str = ""
-    note: Reason = NOTHING
 
 
 _NVIDIA_ONLY = "the kernels are NVIDIA machine code."
 _known: dict[int, Capability] = {}
-_refused: set[str] = set()
-_in_use: set[str] = set()
-#: Held while any of them changes: what is known never lags behind what was refused.
-_lock = threading.RLock()
+_lock = threading.Lock()
 
 
 @constant_in_graphs
@@ -79,39 +65,6 @@ def capabilities(device: torch.device | str | int) -> Capability:
             return _known[index]
     except Exception as error:  # the promise is a reason, whatever a broken installation does
         return _unusable("broken GPU", f"The device {device} could not be examined: {error}")
-
-
-def pass_over(arch: str, device: torch.device | str | int, why: KernelBuildError) -> bool:
-    """Whether another target serves ``device`` from now on; a kernel of ``arch`` fails to build.
-
-    ``arch`` is then left out for all GPUs until this process ends. False where no other is left,
-    calls use this one already (`use`), or no compiler was there to refuse anything: ``why`` is for
-    whoever asked, then.
-    """
-    if not why.log:
-        return False
-    with _lock:
-        now = capabilities(device)
-        if now.arch != arch:
-            return now.usable  # another thread found out before
-        if not now.fallback or arch in _in_use:
-            return False
-        _refused.add(arch)
-        _known.clear()
-    logger.warning("Kernels for %s, slower ones, replace those for %s. %s", now.fallback, arch, why)
-    return True
-
-
-def use(arch: str, device: torch.device | str | int) -> bool:
-    """Whether ``arch`` still serves ``device``, and then does until this process ends: targets
-    differ in operand types and layouts, so a call that began on one cannot end on another."""
-    if arch in _in_use:
-        return True
-    with _lock:
-        if capabilities(device).arch != arch:
-            return False
-        _in_use.add(arch)
-        return True
 
 
 def as_device(device: torch.device | str | int) -> torch.device:
@@ -154,7 +107,7 @@ def _ask_cuda(index: int) -> Capability:
 
 
 def arch_for(capability: tuple[int, int], name: str) -> Capability:
-    """The target for a GPU called ``name``, given the NVRTC at hand and what it refused."""
+    """The target for a GPU called ``name``, given the NVRTC at hand."""
     major, minor = capability
     if major < 8:
         return _unusable(
@@ -162,40 +115,22 @@ def arch_for(capability: tuple[int, int], name: str) -> Capability:
             f"{name.removeprefix('NVIDIA ')} is too old: it has compute capability "
             f"{major}.{minor}, and the kernels need 8.0 (Ampere, RTX 30) or newer.",
         )
-    targets = SERVED_BY.get(capability)
-    if targets is None:
+    if (name_of_target := SERVED_BY.get(capability)) is None:
         sentence = f"{name} (compute capability {major}.{minor}) is not supported yet."
         return _unusable("new GPU", sentence)
     try:
         nvrtc_found = compiler()
     except nvrtc.NvrtcNotFoundError as error:
         return _unusable("no compiler", str(error))
-    known = [
-        arch.name
-        for arch in map(ARCHS.__getitem__, targets)
-        if nvrtc_found.version >= arch.needs and arch.number in nvrtc_found.archs
-    ]
-    if known:
-        arch, *others = [name for name in known if name not in _refused] or known[-1:]
-        return Capability(True, NOTHING, arch, "".join(others[:1]), _note(targets[0], arch))
-    have, need = ("{}.{}".format(*v) for v in (nvrtc_found.version, ARCHS[targets[0]].needs))
+    arch = ARCHS[name_of_target]
+    if nvrtc_found.version >= arch.needs and arch.number in nvrtc_found.archs:
+        return Capability(True, arch=arch.name)
+    have, need = ("{}.{}".format(*v) for v in (nvrtc_found.version, arch.needs))
     return _unusable(
         "old PyTorch",
         f"{name} needs the CUDA {need} compiler (NVRTC) or newer, but this PyTorch brings {have}: "
         "update PyTorch.",
     )
-
-
-def _note(best: str, arch: str) -> Reason:
-    if arch == best:
-        return NOTHING
-    if best in _refused:
-        return Reason(
-            f"The kernels for {best} did not compile (see the log), so slower ones for {arch} run.",
-            "refused kernels",
-        )
-    sentence = f"This PyTorch's NVRTC does not know {best}, so slower kernels for {arch} run."
-    return Reason(sentence, "slower kernels")
 
 
 def _called(device: torch.device) -> str:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import sys
 import threading
@@ -12,30 +11,20 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import suppress
 from itertools import islice
-from typing import TypeVar
 
 import torch
 
 from ..errors import KernelBuildError, Unsupported
 from .cubin import Cubin
-from .device import as_device, capabilities, compiler, cuda_index, pass_over, use
-from .driver import DriverError, Kernel
+from .device import as_device, capabilities, compiler, cuda_index
+from .driver import Kernel
 from .folder import cache_folder
 from .nvrtc import NvrtcNotFoundError
 from .source import read_sources
 from .spec import KernelSpec, native_specs
 from .store import Store
 
-logger = logging.getLogger("sparge")
-
 Progress = Callable[[int, int, str], None]
-Made = TypeVar("Made")
-
-#: Errors of a driver that is given a file that is not what it seems to be.
-_REFUSALS = {
-    f"CUDA_ERROR_{name}"
-    for name in ("INVALID_IMAGE", "NO_BINARY_FOR_GPU", "INVALID_SOURCE", "NOT_FOUND")
-}
 
 #: NVRTC from which on threads compile side by side; earlier ones take a lock of their own.
 _THREADS_FROM = (13, 0)
@@ -72,22 +61,7 @@ def warm(
     if not capability.usable:
         raise Unsupported(capability.reason)
     index = cuda_index(as_device(device))
-    by_best_target(device, lambda arch: load_all(specs_of(arch), index, progress))
-
-
-def by_best_target(device: torch.device | str | int, make: Callable[[str], Made]) -> Made:
-    """Result of `make` for the target of a GPU that has kernels. Where those of a target do not
-    compile the GPU's next one takes over, unless calls use this one already. Raises as `make`."""
-    while True:
-        arch = capabilities(device).arch
-        try:
-            made = make(arch)
-        except KernelBuildError as error:
-            if not pass_over(arch, device, error):
-                raise
-        else:
-            if use(arch, device):  # else another thread passed it over meanwhile
-                return made
+    load_all(specs_of(capability.arch), index, progress)
 
 
 def load_all(wanted: Sequence[KernelSpec], index: int, progress: Progress | None = None) -> None:
@@ -135,8 +109,8 @@ def _compile_in_processes(specs: Sequence[KernelSpec]) -> None:
             build(specs, nvrtc, folder)
 
 
-def load_cubin(spec: KernelSpec, anew: bool = False) -> Cubin:
-    """The cubin of ``spec`` from disk or compiled now, with ``anew`` at any rate; needs no GPU.
+def load_cubin(spec: KernelSpec) -> Cubin:
+    """The cubin of ``spec`` from disk or compiled now; needs no GPU.
 
     Raises KernelBuildError.
     """
@@ -144,20 +118,14 @@ def load_cubin(spec: KernelSpec, anew: bool = False) -> Cubin:
         nvrtc = compiler()
     except NvrtcNotFoundError as error:
         raise KernelBuildError(str(error)) from None
-    return _store().get(spec, read_sources(spec.entry), nvrtc, anew)
+    return _store().get(spec, read_sources(spec.entry), nvrtc)
 
 
 def _load(spec: KernelSpec, device_index: int) -> Kernel:
     capability = capabilities(device_index)
     if not capability.usable:
         raise Unsupported(capability.reason)
-    try:
-        return Kernel(load_cubin(spec).image, spec.entry, device_index)
-    except DriverError as error:
-        if error.name not in _REFUSALS:
-            raise
-        logger.warning("The driver refuses kernel %s, which is built anew: %s", spec.id, error)
-        return Kernel(load_cubin(spec, anew=True).image, spec.entry, device_index)
+    return Kernel(load_cubin(spec).image, spec.entry, device_index)
 
 
 @functools.cache

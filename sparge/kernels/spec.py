@@ -80,8 +80,6 @@ ARCHS: dict[str, Arch] = {
         Arch("sm_86", 86, 86, _OLDEST, 99 * _KIB),
         Arch("sm_89", 89, 89, _OLDEST, 99 * _KIB),
         Arch("sm_90a", 90, 90, _OLDEST, 227 * _KIB, "a"),
-        # The code of 8.0 on the same GPUs, for compilers that refuse what only sm_90a has.
-        Arch("sm_90", 90, 80, _OLDEST, 227 * _KIB),
         Arch("sm_100a", 100, 100, (12, 8), 227 * _KIB, "a"),
         Arch("sm_103a", 103, 100, (12, 9), 227 * _KIB, "a"),
         Arch("sm_120a", 120, 120, (12, 8), 99 * _KIB, "a"),
@@ -92,8 +90,7 @@ ARCHS: dict[str, Arch] = {
         Arch("sm_90_as_120", 90, 120, _OLDEST, 99 * _KIB),
     )
 }
-#: What ``--arch all`` means; 103a and 121a are the same code paths for newer chips, and 90 stands
-#: in for 90a.
+#: What ``--arch all`` means; 103a and 121a are the same code paths for newer chips.
 RELEASE_ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a")
 
 #: Attend kernels with persistent blocks, which ``wgmma`` is needed for.

@@ -9,17 +9,14 @@ same bytes, and each file appears by a rename.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
-import os
 import threading
-import time
 from pathlib import Path
 
 from .cubin import Cubin
-from .folder import UNFINISHED, distrust, make_folder, read_file, why_none, write_whole
+from .folder import distrust, make_folder, read_file, why_none, write_whole
 from .nvrtc import Nvrtc, options
 from .source import Sources
 from .spec import KernelSpec
@@ -28,9 +25,6 @@ logger = logging.getLogger("sparge")
 
 #: Changes with what the JSON of an entry must say.
 _FORMAT = "3"
-DAY = 24 * 3600.0
-#: Days after which an entry goes that nobody read.
-UNUSED_DAYS = 60
 
 
 def entry_stem(spec: KernelSpec, sources: Sources) -> str:
@@ -46,7 +40,7 @@ class Store:
     def __init__(self, cache: Path | None) -> None:
         self.cache = cache
         self._memory: dict[str, Cubin] = {}
-        self._warned = self._tidied = False
+        self._warned = False
         self._once = threading.Lock()
 
     def path(self, spec: KernelSpec, sources: Sources, nvrtc: Nvrtc) -> Path | None:
@@ -63,16 +57,15 @@ class Store:
         path = self.path(spec, sources, nvrtc)
         return read_entry(path, spec) if path and not self._refused() else None
 
-    def get(self, spec: KernelSpec, sources: Sources, nvrtc: Nvrtc, anew: bool = False) -> Cubin:
-        """``find``, or compile and keep; ``anew`` compiles at any rate.
+    def get(self, spec: KernelSpec, sources: Sources, nvrtc: Nvrtc) -> Cubin:
+        """``find``, or compile and keep.
 
         Raises KernelBuildError when it does not compile.
         """
-        cubin = None if anew else self.find(spec, sources, nvrtc)
+        cubin = self.find(spec, sources, nvrtc)
         if cubin is None:
             cubin = nvrtc.compile(spec, sources)
             self._keep(cubin, spec, sources, nvrtc)
-        self._tidy()
         return cubin
 
     def _refused(self) -> bool:
@@ -103,21 +96,6 @@ class Store:
                 self._warn(cannot, why)
         self._memory[f"{entry_stem(spec, sources)}.{nvrtc.label}"] = cubin
 
-    def _tidy(self) -> None:
-        """Removes once entries that were not read for `UNUSED_DAYS`, and files that were never
-        finished."""
-        with self._once:
-            tidied, self._tidied = self._tidied, True
-        if self.cache is None or tidied or self._refused():
-            return
-        oldest = time.time() - UNUSED_DAYS * DAY
-        for path in (*self.cache.glob("*.nvrtc*.json"), *self.cache.glob(f"*.nvrtc*{UNFINISHED}")):
-            # Another process may tidy up too; its JSON goes first, so none meets half an entry.
-            with contextlib.suppress(OSError):
-                if path.stat().st_mtime < oldest:
-                    path.unlink()
-                    path.with_suffix(".cubin").unlink(missing_ok=True)
-
     def _warn(self, text: str, why: str) -> None:
         with self._once:
             if not self._warned:
@@ -144,7 +122,6 @@ def read_entry(path: Path, spec: KernelSpec) -> Cubin | None:
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         logger.warning("Cached kernel %s is not used, and is built anew: %s", path.name, error)
         return None
-    _note_use(beside)
     return cubin
 
 
@@ -159,13 +136,6 @@ def write_entry(path: Path, cubin: Cubin, spec: KernelSpec) -> None:
     _publish(path, cubin.image)
     text = json.dumps(facts, indent=1, sort_keys=True) + "\n"
     _publish(path.with_suffix(".json"), text.encode())
-
-
-def _note_use(path: Path) -> None:
-    """Dates an entry that is used, at most once a day: the store removes old ones."""
-    with contextlib.suppress(OSError):
-        if time.time() - path.stat().st_mtime > DAY:
-            os.utime(path)
 
 
 def _publish(path: Path, data: bytes) -> None:

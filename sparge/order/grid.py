@@ -18,7 +18,6 @@ from torch import Tensor
 
 from ..blocks import KEY_BLOCK, QUERY_BLOCK, block_count
 from ..checks.argument import check_kind, check_tensor, whole_number
-from ..compiling import being_recorded
 from .variants import VARIANTS, OrderKind, order_ranks, unmeasured_kind
 
 EMPTY = -1  # the token of a slot that holds none
@@ -121,8 +120,6 @@ class TokenOrder:
     """`OrderFacts` as text."""
     # Not given, so that `replace` makes new ones: copies hold these blocks.
     _copies: dict[torch.device, TokenOrder] = field(default_factory=dict, init=False, repr=False)
-    _recorded: set[torch.device] = field(default_factory=set, init=False, repr=False)
-    """Devices whose copies are never forgotten, because recorded calls read them in place."""
 
     def __post_init__(self) -> None:
         facts = (self.order_kinds, self.slots, self.tokens, self.least_keys)
@@ -186,10 +183,8 @@ class TokenOrder:
         return of_blocks(QUERY_BLOCK), of_blocks(KEY_BLOCK)[: self.key_blocks]
 
     def on(self, device: torch.device | str) -> TokenOrder:
-        """Copy of this order on `device`, made once: call it before attention is recorded.
-
-        It lives as long as the order, or until `forget_copies`.
-        """
+        """Copy of this order on `device`, made once: call it before attention is recorded. It lives
+        as long as the order."""
         device = torch.device(device)
         if device == self.slot_tokens.device:
             return self
@@ -197,15 +192,7 @@ class TokenOrder:
         if copy is None:
             tensors = {name: x.to(device) for name, x in vars(self).items() if torch.is_tensor(x)}
             copy = self._copies[device] = replace(self, **tensors)
-        if being_recorded(device):
-            self._recorded.add(device)
         return copy
-
-    def forget_copies(self) -> None:
-        """Forgets the copies that `on` made, but for recorded ones: orders are kept, and a device's
-        memory is dear."""
-        for device in self._copies.keys() - self._recorded:
-            self._copies.pop(device, None)
 
     def of_kind(self, index: int) -> TokenOrder:
         """Order that keeps one of the token orders alone; copies nothing."""

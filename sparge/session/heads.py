@@ -34,7 +34,7 @@ from ..order.grid import (
     raster_order,
     unmeasured_order,
 )
-from ..order.variants import VARIANTS, OrderKind
+from ..order.variants import VARIANTS
 from ..policy import SparsePolicy
 from ..reasons import Reason
 from .calls import Call, Untracked
@@ -85,21 +85,10 @@ class Shape:
         return [order_as_dealt(order, self.grid, self.ranks) for order in variants]
 
 
-class UnmeasuredOrders:
-    """Token orders of steps where all heads follow one policy: steps take several in turn."""
-
-    def __init__(self) -> None:
-        self._orders: set[TokenOrder] = set()
-
-    def of_step(self, grid: TokenGrid, ranks: int, step: int, device: torch.device) -> TokenOrder:
-        """Order on the device of calls over a grid, whose tokens so many ranks share."""
-        order = order_as_dealt(unmeasured_order(grid, step % VARIANTS), grid, ranks)
-        self._orders.add(order)
-        return order.on(device)
-
-    def forget_copies(self) -> None:
-        for order in self._orders:
-            order.forget_copies()
+def unmeasured(grid: TokenGrid, ranks: int, step: int, device: torch.device) -> TokenOrder:
+    """Order on the device of calls over a grid, whose tokens so many ranks share, in a step where
+    all heads follow one policy: steps take several in turn."""
+    return order_as_dealt(unmeasured_order(grid, step % VARIANTS), grid, ranks).on(device)
 
 
 #: Device and number of the model that calls are of.
@@ -141,10 +130,6 @@ class RunHeads:
     def report(self) -> tuple[MeasuredHeads, ...]:
         """Reports of the shapes whose heads were chosen. Waits for the devices."""
         return tuple(heads.report() for heads in self.by_shape.values() if heads.given)
-
-    def forget_copies(self) -> None:
-        for heads in self.by_shape.values():
-            heads.forget_copies()
 
 
 class Heads:
@@ -305,31 +290,13 @@ class Heads:
         """Report of heads that were chosen. Waits for the device."""
         rows = sorted(self.sparse_rows)
         density, expected = (self._of_steps(name, rows).nanmean(0) for name in ("kept", "error"))
-        weight, pool_weight, kind = (
-            self._of_steps(name, rows, slice(-1, None))[0]
-            for name in ("weight", "pool_weight", "order_kind")
-        )
+        weight = self._of_steps("weight", rows, slice(-1, None))[0]
         found = torch.full_like(density, torch.nan)
         for place, row in enumerate(rows):
             if row in self._made:
                 off, norm = self._made[row].cpu()
                 found[place] = (off / norm).sqrt()
-        kinds = kind.int().flatten().tolist() if self.shape.grid is not None else []
-        return MeasuredHeads(
-            self.shape.tokens,
-            rows,
-            density,
-            expected,
-            found,
-            weight,
-            pool_weight,
-            {kind: kinds.count(kind) for kind in OrderKind if kinds},
-        )
-
-    def forget_copies(self) -> None:
-        """Gives back what orders hold on the device."""
-        for order in self.shape.orders():
-            order.forget_copies()
+        return MeasuredHeads(self.shape.tokens, rows, density, expected, found, weight)
 
     def _of_steps(self, name: str, rows: Sequence[int], steps: slice = slice(None)) -> Tensor:
         """(steps, rows, heads) float32 on the CPU: values of settings; NaN of layers that were not

@@ -17,10 +17,8 @@ same in plain torch, for a CPU. Neither waits for the device.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
-from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +28,7 @@ from ..blocks import KEY_BLOCK, QUERY_BLOCK, whole_steps
 from ..kernels import capabilities
 from ..kernels.spec import eight_bit_element
 from ..order.grid import EMPTY, TokenOrder
-from ..reference.scores import log_scores
+from ..reference import Operands, log_scores
 from ..stages.as_written import as_written
 
 #: Densities whose errors are measured. The last keeps all, so that every target can be met.
@@ -296,23 +294,20 @@ def _of_heads(
 ) -> tuple[Tensor, ...]:
     """error and towards (H, pool weights, densities), far and norm (H,), and truth (H, S, rows, D)
     of heads q, k, v (H, N, D) in one token order."""
-    tokens, scale = order.slot_token.long(), call.scale
-    holds, mean_value = tokens != EMPTY, v.mean(1, keepdim=True)
-    k, v = k - k.mean(1, keepdim=True), v - mean_value
-    k, v = (x[:, tokens.clamp(min=0)] * holds[:, None] for x in (k, v))
-    slots = tokens_of_blocks(order, call.query_blocks)[0].long()
-    real = slots != EMPTY
-    rows = q[:, slots.clamp(min=0)] * real[..., None]  # (H, S, 128, D)
-    stats = _statistics(rows, k, v, order, real.sum(1))
-    kept = _kept(stats, order, call.candidates, scale)  # of each density (H, S, key blocks)
+    x = Operands.of(q[None], k[None], v[None], order)
+    blocks, scale = list(call.query_blocks), call.scale
+    x = replace(x, q=x.q[:, :, blocks], query_counts=x.query_counts[blocks])
+    kept = _kept(x, order, call.candidates, scale)  # of each density (H, S, key blocks)
+    rows, k, v, mean_value = x.q[0], x.k[0].flatten(1, 2), x.v[0].flatten(1, 2), x.vbar[0, :, None]
+    holds, real = order.slot_token != EMPTY, x.occupied[blocks]
 
     rows, real = compared_rows(rows, 2) * scale, compared_rows(real)[..., None]
     logits = (rows.flatten(1, 2) @ k.mT).view(*rows.shape[:3], -1)  # (H, S, R, slots)
     logits = logits.masked_fill_(~holds, -torch.inf)
-    pooled = rows @ stats.k_block_mean[0].mT.unsqueeze(1) + order.block_counts.float().log()
+    pooled = rows @ x.k_block_mean[0].mT.unsqueeze(1) + order.block_counts.float().log()
     top = torch.maximum(logits.amax(-1), pooled.amax(-1)).unsqueeze(-1)
     exact, pooled = (logits - top).exp_().unflatten(-1, (-1, KEY_BLOCK)), (pooled - top).exp_()
-    means = stats.v_block_mean[0].unsqueeze(1)
+    means = x.v_block_mean[0].unsqueeze(1)
     sums = exact.sum(-1)  # of each key block: (H, S, R, key blocks), and of values (..., D)
     of_block = exact.permute(0, 3, 1, 2, 4).flatten(2, 3) @ v.unflatten(1, (-1, KEY_BLOCK))
     outs = of_block.unflatten(2, rows.shape[1:3]).transpose(1, 2).flatten(-2).contiguous()
@@ -336,30 +331,11 @@ def _sum(of_rows: Tensor) -> Tensor:
     return of_rows.sum((1, 2, 3), dtype=torch.float64)
 
 
-def _statistics(q: Tensor, k: Tensor, v: Tensor, order: TokenOrder, queries: Tensor) -> Any:
-    """Statistics of blocks that `log_scores` ranks by, as it reads them of a batch of one."""
-    counts = order.block_counts.float()[:, None]
-    means, variances = [], []
-    for x in (k, v):
-        blocks = x.unflatten(1, (-1, KEY_BLOCK))
-        means.append(blocks.sum(2) / counts)
-        square = blocks.square().sum(2) / counts
-        variances.append((square - means[-1].square()).clamp(min=0))
-    return SimpleNamespace(
-        q_block_mean=(q.sum(2) / queries[:, None].clamp(min=1))[None],
-        k_block_mean=means[0][None],
-        v_block_mean=means[1][None],
-        k_variance=variances[0][None],
-        v_variance=variances[1].sum(-1)[None],
-        key_counts=order.block_counts[None],
-    )
-
-
-def _kept(stats: Any, order: TokenOrder, candidates: Candidates, scale: float) -> list[Tensor]:
+def _kept(x: Operands, order: TokenOrder, candidates: Candidates, scale: float) -> list[Tensor]:
     """(H, S, key blocks) bool for each measured density: blocks that it keeps, those first whose
     pooling would err most."""
-    valid = order.keys_exact.new_ones(1, *stats.q_block_mean.shape[1:3], order.key_blocks)
-    score = log_scores(stats, scale, valid)[1][0].masked_fill(order.keys_exact, torch.inf)
+    valid = order.keys_exact.new_ones(1, *x.q_block_mean.shape[1:3], order.key_blocks)
+    score = log_scores(x, scale, valid)[1][0].masked_fill(order.keys_exact, torch.inf)
     place = score.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
     forced = order.keys_exact.sum()
     asked = [max(1, int(density * order.key_blocks)) for density in candidates.measured]

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from ..compiling import being_recorded
-from ..order.variants import OrderKind
 from ..reasons import Reason
 from ..stages.launches import raw_stream
 from ..stats import AttentionStats
@@ -26,7 +25,6 @@ from .calls import Call, Untracked
 from .schedule import Aim
 from .timing import Backend
 
-BLOCKS_OF = {OrderKind.CUBES: "cubes", OrderKind.ROWS: "rows"}
 #: Layers whose dense calls in a run's first step are exact, for the run to learn what that takes.
 TIMED_LAYERS = (1, 2)
 NO_CALLS = Reason("no attention call came", "no call")
@@ -311,8 +309,6 @@ class RunTime:
     saved: float | None
     """Seconds that exact attention would have taken more than this run's, with all measuring; None
     where nothing says what that takes."""
-    is_foretold: bool
-    """Whether the run had no exact calls of some shape, so that `timing` said what those take."""
 
     @classmethod
     def of(cls, records: Sequence[PassRecord]) -> RunTime:
@@ -326,17 +322,16 @@ class RunTime:
                 exact[span.key].append(seconds)
         # Of two the lesser, as the first call of a run loads kernels.
         usual = {key: statistics.median_low(found) for key, found in exact.items()}
-        saved, known, is_foretold = 0.0, False, False
+        saved, known = 0.0, False
         for _, span, seconds in timed:
             if span.backend is Backend.MEASURING:
                 saved -= seconds
             elif span.backend is not Backend.EXACT:
                 would = usual.get(span.key, span.foretold)
                 if would is None:
-                    return cls(by_step, None, True)
-                is_foretold |= span.key not in usual
+                    return cls(by_step, None)
                 saved, known = saved + would - seconds, True
-        return cls(by_step, saved if known else None, is_foretold)
+        return cls(by_step, saved if known else None)
 
     def line(self) -> str:
         """Attention seconds by backend, in the run and by step; empty without any."""
@@ -364,10 +359,6 @@ class MeasuredHeads:
     """Relative L2 error that sparse calls made, where they were measured again; NaN elsewhere."""
     weight: Tensor
     """Head weights."""
-    pool_weight: Tensor
-    """Pool weights in the last step; 0 is none."""
-    order_kinds: Mapping[OrderKind, int]
-    """Number of heads by their token order in the last step; empty where there was no choice."""
 
     def lines(self) -> Iterator[str]:
         """Lines of the layers, below a line that names their columns."""
@@ -457,14 +448,6 @@ class Report:
         """
         if self.aim is not None:
             yield f"Asked for {self.aim}."
-        pool_weight = self.of_heads("pool_weight")
-        if heads := pool_weight.numel():
-            pooled = 100 * float((pool_weight > 0).float().mean())
-            yield f"{pooled:.0f} % of {heads} heads use pooled keys."
-        kinds = sum((Counter(shape.order_kinds) for shape in self.heads), Counter())
-        if kinds:
-            taken = (f"{BLOCKS_OF[kind]} in {kinds[kind]}" for kind in sorted(kinds))
-            yield f"Blocks of tokens by head: {', '.join(taken)}."
         if of_steps := self.densities.of_steps.tolist():
             shares = ("-" if math.isnan(share) else f"{100 * share:.0f}" for share in of_steps)
             yield f"Density by step, %: {' '.join(shares)}."

@@ -10,7 +10,6 @@ nothing is measured, and all heads follow one policy.
         x = denoise(x, step, attention=running.attend)  # attend(layer, q, k, v) in each layer
         running.end()
     print(session.report())
-    session.end()
 
 Frameworks that split a step into passes of their own begin a `Pass` for each.
 """
@@ -53,7 +52,7 @@ from .calls import (
     RealTokens,
     Untracked,
 )
-from .heads import FAILED, Place, RunHeads, Shape, SparseTerms, UnmeasuredOrders
+from .heads import FAILED, Place, RunHeads, Shape, SparseTerms, unmeasured
 from .report import NAN_IN_SPARSE, NO_CALLS, Counts, Densities, PassRecord, Report, RunTime
 from .schedule import EVERYTHING, MANUAL, Aim, Settings, SigmaWindow, Step, fitted
 from .timing import TORCH, Backend, Exact, Times, check_once, times_of, unusable_reason
@@ -111,8 +110,6 @@ class Session:
         self._sparse_steps: int | None = None
         self.heads = None if self.aim is None else RunHeads(self.aim, untracked, draw)
         """Heads of all calls; None where they all follow one policy."""
-        self.orders = UnmeasuredOrders()
-        """Token orders of calls without measured heads."""
         self._records: list[PassRecord] = []  # of passes, which hold the run
         self._unusable: dict[torch.device, Reason] = {}
         self._began: float | None = None
@@ -170,7 +167,6 @@ class Session:
 
         step: its number from 0. prompts: number of the prompt of each entry of the batch.
         """
-        step = whole_number("step", step, 0)
         check_kind("layout", layout, TokenLayout, "what TokenLayout.of makes")
         device = torch.empty(0, device=device).device  # with an index, as tensors have it
         dense, sparse = self._dense_steps, self._sparse_steps
@@ -188,8 +184,6 @@ class Session:
         if remark := self.settings.dense_layers.remark(layout.blocks):
             self.note(remark)
         unusable = self.unusable(device) or begun.unusable
-        if unusable is None and (slower_target := capabilities(device).note):
-            self.note(slower_target)
         with self._lock:
             before = self._records[-1] if self._records else None
             self._records.append(begun.record)
@@ -252,10 +246,6 @@ class Session:
             0.0 if self._began is None else ended - self._began,
         )
 
-    def end(self) -> None:
-        """Gives back what outlives the run on the devices."""
-        (self.heads or self.orders).forget_copies()
-
 
 @dataclass(kw_only=True, eq=False)
 class Pass:
@@ -284,21 +274,8 @@ class Pass:
         self._decisions: dict[Hashable, Decision] = {}
         self._times: dict[Decision, Times | None] = {}
         self._terms: dict[Decision, SparseTerms] = {}
-        if self.unusable is None:
-            self._expect()
-
-    def _expect(self) -> None:
-        """Makes what calls are expected to need, and begins the pass for heads that there are."""
-        session, layout = self.session, self.layout
-        if session.heads is not None:
-            if layout.heads is not None and self._may_measure:
-                for grid in layout.expected:
-                    shape = Shape(grid.tokens, layout.heads, grid, layout.ranks)
-                    session.heads.of_shape(self._place, shape, self.policy)
+        if self.unusable is None and session.heads is not None:
             session.heads.begin_pass(self._place, self.step)
-        elif self.step.why_dense is None:
-            for grid in layout.expected:
-                session.orders.of_step(grid, layout.ranks, self.step.number, self.device)
 
     @property
     def _may_measure(self) -> bool:
@@ -308,7 +285,6 @@ class Pass:
         """Ends the pass, which is queued; the GPU may still be computing it."""
         may_be_sparse = self.unusable is None and self.step.why_dense is None
         self.session.counts.end_pass(may_be_sparse or self.unusable is not None)
-        self._terms.clear()  # they hold orders on the device
 
     @untraced
     def attend(
@@ -555,7 +531,7 @@ class Pass:
         if session.heads is None and terms.why_slower is None and grid is not None:
             step = self.step.number
             with session.untracked():
-                terms.order = session.orders.of_step(grid, layout.ranks, step, self.device)
+                terms.order = unmeasured(grid, layout.ranks, step, self.device)
         self._terms[decision] = terms
         return terms
 

@@ -51,10 +51,8 @@ class TokenLayout:
         frame_by_frame: each frame of the grid attends on its own, to the whole grid and to what
             belongs to it.
         loose_frames: last frames of the grid, of which the model may leave tokens out.
-        masked: the model is given a mask of its text, of which fewer tokens may be real.
         blocks: layers (transformer blocks) that have numbers, from 0; None where not known.
         refiners: layers that run before them and have no number.
-        heads: attention heads of this process; None when they are not known before a call.
         context: tokens of text that the model is given.
         prompts: lengths of further sequences beside the clip that it is given, such as pictures.
         beside: numbers of tokens of what is sampled beside the clip (sound), alone.
@@ -69,10 +67,8 @@ class TokenLayout:
     branches: tuple[TokenGrid, ...] = ()
     frame_by_frame: bool = False
     loose_frames: int = 0
-    masked: bool = False
     blocks: int | None = None
     refiners: int = 0
-    heads: int | None = None
     context: int = 0
     prompts: frozenset[int] = frozenset()
     beside: frozenset[int] = frozenset()
@@ -80,20 +76,17 @@ class TokenLayout:
     ranks: int = 1
 
     @classmethod
-    def of(
-        cls, layers: int, grid: TokenGrid | None = None, heads: int | None = None, ranks: int = 1
-    ) -> TokenLayout:
+    def of(cls, layers: int, grid: TokenGrid | None = None, ranks: int = 1) -> TokenLayout:
         """Layout as a loop over sampling steps knows it.
 
         layers: number of self-attention layers, numbered from 0. grid: of the clip's tokens, with
-        text before and after it. heads: with them all that a step needs is made as it begins.
+        text before and after it.
         """
         layers, ranks = whole_number("layers", layers, 1), whole_number("ranks", ranks, 1)
-        heads = None if heads is None else whole_number("heads", heads, 1)
         if grid is not None:
             check_kind("grid", grid, TokenGrid, "a TokenGrid, or None")
         sizes = None if grid is None else (grid.frames, grid.height, grid.width)
-        return cls(blocks=layers, tokens=grid, grid=sizes, heads=heads, ranks=ranks)
+        return cls(blocks=layers, tokens=grid, grid=sizes, ranks=ranks)
 
     @cached_property
     def grid_tokens(self) -> int:
@@ -102,15 +95,6 @@ class TokenLayout:
     @cached_property
     def frame_tokens(self) -> int:
         return math.prod(self.grid[1:]) if self.grid else 0
-
-    @property
-    def expected(self) -> tuple[TokenGrid, ...]:
-        """Sequences that attend to themselves as a whole."""
-        if self.frame_by_frame and self.branches:
-            return self.branches
-        if self.masked and self.text is not TextPosition.NONE:
-            return ()
-        return () if self.tokens is None else (self.tokens, *self.branches)
 
     def sequence(self, tokens: int) -> TokenGrid | None:
         """Sequence of a self-attention over so many tokens; None where it is not known. Of other

@@ -89,9 +89,6 @@ def _computed(report: Report) -> str:
 #: Remark where the user asked for the PV filter.
 LEFT_OUT = "pvthreshd left out: without it this GPU is faster and closer to the original"
 
-FORETOLD = "What exact attention would have taken is told by calls that were timed before this run."
-BY_RUN = "What exact attention would have taken is told by exact calls of this run."
-
 
 def summary(report: Report) -> str:
     counts = report.counts
@@ -128,10 +125,7 @@ def summary(report: Report) -> str:
 
 def details(report: Report) -> str:
     """Line of the report, and below it what was measured of each layer."""
-    lines = [summary(report), *report.details()]
-    if gain(report):
-        lines.append(FORETOLD if report.time.is_foretold else BY_RUN)
-    return "\n".join(lines)
+    return "\n".join([summary(report), *report.details()])
 
 
 def _head_range(report: Report) -> str:

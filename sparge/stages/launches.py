@@ -83,7 +83,8 @@ class Launches:
         if settings is not None and settings.has_output_scale and not self.element.quantized:
             raise Unsupported(
                 f"The head settings have an output_scale, but kernels for {arch} serve 8-bit calls "
-                "by 16-bit operands, which do not know it: leave it out."
+                "by 16-bit operands, which do not know it: leave it out.",
+                "own",
             )
         self.ordered = kind.rules.order is not None
         self.routes = kind.mask_strides is None

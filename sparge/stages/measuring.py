@@ -13,7 +13,6 @@ from ..blocks import QUERY_BLOCK, block_count
 from ..errors import Unsupported
 from ..head_settings import SettingsFacts
 from ..kernels import capabilities
-from ..kernels.device import use
 from ..kernels.spec import eight_bit_element, measuring_element
 from ..order.grid import OrderFacts, TokenOrder
 from ..policy import PV_FILTER_OFF, PolicyFacts, Precision
@@ -30,7 +29,6 @@ class Measuring:
 
     def __init__(self, k: Tensor, v: Tensor, order: TokenOrder, scale: float) -> None:
         arch = capabilities(k.device).arch
-        use(arch, k.device)
         self.k, self.v, self.order, self.scale = k, v, order, scale
         self.arch, self.element = arch, measuring_element(arch)
 

@@ -62,7 +62,8 @@ def _attention(
 def _refuse_vmap(*_: object) -> None:
     raise Unsupported(
         "torch.vmap of an attention call is not served: give its dimension to the batch or the "
-        "heads of one call, or loop over it."
+        "heads of one call, or loop over it.",
+        "own",
     )
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..errors import Unsupported
-from ..kernels import Kernel, by_best_target, load_all
+from ..kernels import Kernel, capabilities, load_all
 from .kind import CallKind, CallRules, CallTensors, result_size
 from .launches import RESULTS, Launches, raw_stream
 
@@ -45,7 +45,7 @@ def prepare(key: Hashable, tensors: CallTensors, rules: CallRules) -> PreparedCa
     """Prepares calls of a kind, by one of them that was checked, with tensors (B, H, N, D), on a
     GPU that has kernels. Raises Unsupported and KernelBuildError."""
     kind = CallKind.of(tensors, rules)
-    prepared = by_best_target(kind.device, lambda arch: PreparedCall(kind, arch))
+    prepared = PreparedCall(kind, capabilities(kind.device).arch)
     with _keeping:
         while len(_kept) >= MOST_KEPT:
             del _kept[next(iter(_kept))]

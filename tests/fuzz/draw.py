@@ -200,7 +200,7 @@ class _Draw:
             shape = (*shape[:2], order.query_blocks, order.key_blocks)
         kept = torch.rand(shape, generator=self.generator) < self.choice((0.1, 0.5, 0.9))
         integers = (torch.uint8, torch.int8, torch.int32, torch.int64)
-        dtype = self.choice((torch.bool, *integers, torch.float32))
+        dtype = self.choice((torch.bool, *integers))
         marks = kept.to(self.device, dtype)
         if dtype != torch.bool:
             marks = marks * self.choice((1, 2, 64))

@@ -247,7 +247,7 @@ def test_a_stream_of_its_own_and_a_graph(policy: SparsePolicy, qkv: Operands) ->
 
 
 def test_cuda_graph_keeps_its_table_and_its_order(qkv: Operands) -> None:
-    """However many others come after the recording, and though a session of the grid ends."""
+    """However many others come after the recording."""
     settings, order = HeadSettings.uniform(4, 0.5, device="cuda"), grid_order(GRID)
 
     def call() -> Tensor:
@@ -263,7 +263,6 @@ def test_cuda_graph_keeps_its_table_and_its_order(qkv: Operands) -> None:
         other.on("cuda:0")
     for index in range(64):
         settings.table(SparsePolicy(pvthreshd=10.0 + index))
-    order.forget_copies()
     torch.cuda.empty_cache()
     filled = [torch.full((1 << 20,), -1, dtype=torch.int32, device="cuda") for _ in range(64)]
     qkv[0].copy_(qkv[0].flip(2))

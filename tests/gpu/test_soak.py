@@ -87,12 +87,11 @@ def sampling_run(grid: TokenGrid, inputs: tuple[Tensor, ...], head_dim: int) -> 
     steps = 1 + VARIANTS
     session = Session.of(Aim("budget", 0.4), steps=steps, dense_steps=1, even_if_slower=True)
     for step in range(steps):
-        running = session.begin_step(step, TokenLayout.of(LAYERS, grid, HEADS), device)
+        running = session.begin_step(step, TokenLayout.of(LAYERS, grid), device)
         for layer in range(LAYERS):
             running.attend(layer, q, k, v)
         running.end()
     assert session.counts.sparse
-    session.end()
     fixed, outs = with_orders(settings_of(HEADS)), []
     for variant in range(VARIANTS):
         order = grid_order(grid, variant).on(device)

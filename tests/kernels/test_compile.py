@@ -22,11 +22,10 @@ from sparge.kernels.spec import (
     all_specs,
     attend_entry,
     eight_bit_element,
-    native_specs,
 )
 from tests.kernels.sass import SPECS as HOT_LOOP
 
-SPECS = [*(spec for arch in RELEASE_ARCHS for spec in all_specs(arch)), *native_specs("sm_90")]
+SPECS = [spec for arch in RELEASE_ARCHS for spec in all_specs(arch)]
 
 
 #: Targets for which quantize for any type is compiled, by its element: others share its code.
@@ -41,9 +40,9 @@ OF_ANY = {
 def has_twin(spec: KernelSpec) -> bool:
     """Whether another kernel has its code, or only tests of a GPU can reach it: FP16 has that of
     BF16 but for the type, quantize for FP16 that for BF16, attend has less without the PV filter
-    than with it, and sm_86, sm_90 and sm_100a share the sources of sm_80 and sm_120a. Where the
+    than with it, and sm_86 and sm_100a share the sources of sm_80 and sm_120a. Where the
     hot loop is counted of a kernel without the filter, that one stands for both."""
-    if spec.arch in ("sm_90", "sm_100a") or spec.element is Element.FP16:
+    if spec.arch == "sm_100a" or spec.element is Element.FP16:
         return True
     if spec.entry == "quantize":
         of_one = spec.source is Source.BF16 and spec.element is eight_bit_element(spec.arch)

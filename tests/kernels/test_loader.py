@@ -10,12 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from sparge.errors import KernelBuildError
-from sparge.kernels import device, loader
-from sparge.kernels.cubin import Cubin
+from sparge.kernels import loader
 from sparge.kernels.device import Capability
-from sparge.kernels.driver import DriverError
 from sparge.kernels.nvrtc import NvrtcNotFoundError
-from sparge.kernels.spec import HOPPER_ENTRIES, KernelSpec, native_specs
+from sparge.kernels.spec import KernelSpec, native_specs
 
 SPEC = KernelSpec("means", "sm_90a")
 
@@ -33,26 +31,7 @@ def loads(monkeypatch) -> list[KernelSpec]:
     monkeypatch.setattr(loader, "_kernels", {})
     monkeypatch.setattr(loader, "_load", load)
     monkeypatch.setattr(loader, "capabilities", lambda device: Capability(True, arch="sm_90a"))
-    monkeypatch.setattr(loader, "use", lambda *_: True)
     return done
-
-
-@pytest.fixture
-def hopper(loads, monkeypatch, fresh_targets) -> list[KernelSpec]:
-    """The loads of a GPU whose compiler refuses ``wgmma``."""
-    load = loader._load
-
-    def refuse(spec: KernelSpec, device_index: int) -> object:
-        if spec.entry in HOPPER_ENTRIES:
-            raise KernelBuildError(f"Kernel {spec.id} does not compile.", "no wgmma today")
-        return load(spec, device_index)
-
-    fresh_targets()
-    monkeypatch.setattr(device, "_ask_cuda", lambda _: device.arch_for((9, 0), "NVIDIA H200"))
-    monkeypatch.setattr(loader, "capabilities", device.capabilities)
-    monkeypatch.setattr(loader, "use", device.use)
-    monkeypatch.setattr(loader, "_load", refuse)
-    return loads
 
 
 def test_threads_that_ask_at_once_share_one_load(loads):
@@ -82,7 +61,6 @@ def test_warm_hands_on_what_fails_and_what_progress_raises(loads, monkeypatch, r
 
     monkeypatch.setattr(loader, "_kernels", {})
     monkeypatch.setattr(loader, "_load", raising(KernelBuildError("Kernel", "the log")))
-    monkeypatch.setattr(loader, "pass_over", lambda *_: False)
     loader.load_all([], 0)
     with pytest.raises(KernelBuildError) as caught:
         loader.warm(0)
@@ -92,48 +70,15 @@ def test_warm_hands_on_what_fails_and_what_progress_raises(loads, monkeypatch, r
     assert loader.get_kernel(SPEC, 0) == SPEC, "a failure is not remembered"
 
 
-def test_named_kernels_missing_compilers_and_missing_sources_have_no_next_target(
-    hopper, monkeypatch, caplog, raising
-):
-    with pytest.raises(KernelBuildError, match="no wgmma today"):
-        loader.load_all(native_specs("sm_90a"), 0)
-    monkeypatch.setattr(loader, "_load", lambda spec, index: loader.load_cubin(spec))
+def test_missing_compilers_and_missing_sources_are_heard(monkeypatch, raising):
+    monkeypatch.setattr(loader, "_kernels", {})
+    monkeypatch.setattr(loader, "capabilities", lambda device: Capability(True, arch="sm_90a"))
     monkeypatch.setattr(loader, "read_sources", raising(FileNotFoundError("csrc has no means.cu")))
     with pytest.raises(FileNotFoundError):
         loader.warm("cuda:0")
     monkeypatch.setattr(loader, "compiler", raising(NvrtcNotFoundError("NVRTC was not found.")))
     with pytest.raises(KernelBuildError, match="NVRTC was not found"):
         loader.warm("cuda:0")
-    assert device.capabilities("cuda:0").arch == "sm_90a" and not caplog.records
-
-
-@pytest.mark.parametrize(
-    ("first", "anew", "loaded"),
-    [
-        ("CUDA_ERROR_NO_BINARY_FOR_GPU", "", 2),
-        ("CUDA_ERROR_INVALID_IMAGE", "CUDA_ERROR_INVALID_IMAGE", 2),
-        ("CUDA_ERROR_OUT_OF_MEMORY", "", 1),
-    ],
-)
-def test_what_the_driver_refuses_is_built_anew_once(first, anew, loaded, monkeypatch):
-    given: list[bytes] = []
-
-    def kernel(image: bytes, entry: str, device_index: int) -> bytes:
-        given.append(image)
-        if image:
-            raise DriverError("cuModuleLoadData", 1, image.decode(), "no")
-        return image
-
-    images = {False: Cubin(first.encode(), ""), True: Cubin(anew.encode(), "")}
-    monkeypatch.setattr(loader, "Kernel", kernel)
-    monkeypatch.setattr(loader, "capabilities", lambda device: Capability(True, arch="sm_90a"))
-    monkeypatch.setattr(loader, "load_cubin", lambda spec, anew=False: images[anew])
-    if anew or loaded == 1:
-        with pytest.raises(DriverError, match=anew or first):
-            loader._load(SPEC, 0)
-    else:
-        assert loader._load(SPEC, 0) == b""
-    assert len(given) == loaded
 
 
 def test_python_that_ends_waits_for_no_kernel_that_is_not_begun():

@@ -4,9 +4,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +12,7 @@ from sparge.kernels.cubin import read_launch_info
 from sparge.kernels.folder import UNFINISHED, cache_folder
 from sparge.kernels.source import read_sources
 from sparge.kernels.spec import KernelSpec
-from sparge.kernels.store import DAY, Store, entry_stem, read_entry, write_entry
+from sparge.kernels.store import Store, entry_stem, read_entry, write_entry
 
 SPEC = KernelSpec("means", "sm_90a")
 SMALL = dataclasses.replace(SPEC, head_dim=64)
@@ -30,27 +28,14 @@ def cache(tmp_path):
     return tmp_path / "cache"
 
 
-def make_old(*paths, days=200):
-    then = time.time() - days * DAY
-    for path in paths:
-        os.utime(path, (then, then))
-
-
 def contents(folder):
     return sorted((path.name, path.read_bytes()) for path in folder.iterdir())
 
 
-def test_compiles_once_then_reads_and_anew_when_told(cache, sources, counting):
+def test_compiles_once_then_reads(cache, sources, counting):
     first = Store(cache).get(SPEC, sources, counting)
     assert Store(cache).get(SPEC, sources, counting) == first and counting.compiled == [SPEC]
     assert sorted(p.suffix for p in cache.iterdir()) == [".cubin", ".json"]
-    for folder in (cache, None):
-        store = Store(folder)
-        store.get(SPEC, sources, counting)
-        counting.compiled.clear()
-        assert store.get(SPEC, sources, counting, anew=True) == first
-        assert counting.compiled == [SPEC]
-        assert store.find(SPEC, sources, counting) == first
     silent = dataclasses.replace(first, log="")
     path = cache / "kernel.nvrtc13.0.cubin"
     write_entry(path, silent, SPEC)
@@ -116,42 +101,10 @@ def test_what_cannot_be_kept_stays_in_memory(
     assert not cache.is_dir() or contents(cache) == before
 
 
-def test_what_nobody_read_for_long_leaves_the_cache(cache, csrc, counting):
-    """Files of others stay, and what an installation with other sources uses."""
-
-    def get(spec: KernelSpec) -> Path:
-        sources = read_sources(spec.entry, csrc)
-        Store(cache).get(spec, sources, counting)
-        path = Store(cache).path(spec, sources, counting)
-        assert path is not None
-        return path
-
-    used, unused = get(SPEC), get(KernelSpec("route", "sm_90a"))
-    begun = cache / f"{used.name}.9876{UNFINISHED}"
-    foreign = [cache / name for name in ("notes.json", "kernel.cubin", "film.part", "a.json.txt")]
-    for path in (begun, *foreign):
-        path.write_text("x")
-    make_old(*cache.iterdir())
-    make_old(unused.with_suffix(".json"), days=20)
-    assert get(SPEC) == used and unused.is_file(), "it is read before old ones go"
-    make_old(unused.with_suffix(".json"))
-    counting.compiled.clear()
-    get(SPEC)
-    assert counting.compiled == []
-    left = {used, used.with_suffix(".json"), *foreign}
-    assert set(cache.iterdir()) == left
-
-
 def test_files_that_windows_holds_are_no_failure(cache, sources, counting, monkeypatch, raising):
     made = Store(cache).get(SPEC, sources, counting)
     (path,) = cache.glob("*.cubin")
-    stale = cache / f"{SPEC.id}.0123456789abcdef.nvrtc12.8.json"
-    stale.write_text("x")
-    make_old(*cache.iterdir())
     in_use = raising(PermissionError(13, "in use"))
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "unlink", in_use)
-        assert Store(cache).get(SPEC, sources, counting) == made and stale.exists()
     monkeypatch.setattr(os, "replace", in_use)
     write_entry(path, made, SPEC)
     with pytest.raises(PermissionError):

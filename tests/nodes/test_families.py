@@ -235,11 +235,11 @@ def test_a_guide_that_lost_tokens_leaves_the_clip_on_its_grid(families):
 def test_the_pose_branch_of_animate_2_has_a_grid_of_its_own(families):
     animate = model("WanAnimate2Model", **WAN)
     layout = families.token_layout(animate, VIDEO, None, {"pose_latents": latent(3, 16, 20)})
-    (poses,) = layout.expected
+    (poses,) = layout.branches
     assert (poses.frames, poses.tokens, poses.tail) == (3, 240, 0)
     assert layout.sequence(240) is poses and layout.sequence(320) is layout.tokens
     without = families.token_layout(animate, VIDEO)
-    assert without.expected == (without.tokens,), "outside the steps of the poses"
+    assert without.branches == (), "outside the steps of the poses"
 
 
 def test_the_refiners_of_omnigen2_have_grids_of_their_own(families):

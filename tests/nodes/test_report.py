@@ -23,7 +23,7 @@ def result(load_pack):
         counts = report.Counts(family="Mochi", tokens=44776, sparse=sparse, passes=3)
         layers = torch.arange(len(steps))
         densities = report.Densities(0.44, 0.25, steps.nanmean(0), steps, layers)
-        time, no_calls = report.RunTime({}, None, True), load_pack("nodes.run").Run.no_calls
+        time, no_calls = report.RunTime({}, None), load_pack("nodes.run").Run.no_calls
         return report.Report(counts, None, densities, (), time, no_calls, **of_run)
 
     return make

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels are compiled in the background, and waited for when a run starts. Where the compiler of
-an H200 refuses Hopper's own, others run, and the report says so."""
+"""Kernels are compiled in the background, and waited for when a run starts."""
 
 from __future__ import annotations
 
@@ -93,43 +92,3 @@ def test_only_what_may_go_better_is_tried_again(load_pack, warmup, warm, tries):
     assert tries(RuntimeError("a bug")) == (2, warmup.NO_KERNELS, None)
     with pytest.raises(KeyboardInterrupt):
         tries(KeyboardInterrupt())
-
-
-GPU, H200 = torch.device("cuda", 0), "NVIDIA H200"
-NOTE = "The kernels for sm_90a did not compile (see the log), so slower ones for sm_90 run."
-
-
-def test_where_hoppers_own_do_not_compile_the_next_targets_run_and_the_report_says_so_once(
-    load_pack, monkeypatch, caplog, reference_allowed, sampled, step
-):
-    sparge, device = load_pack("sparge"), load_pack("sparge.kernels.device")
-    loader, warmup = load_pack("sparge.kernels.loader"), load_pack("sparge.kernels.warmup")
-    loaded: list[str] = []
-
-    def load(spec, index):
-        if spec.entry == "attend_hopper":
-            raise sparge.KernelBuildError(f"Kernel {spec.id} does not compile.", "no wgmma")
-        loaded.append(spec.id)
-        return object()
-
-    monkeypatch.setattr(loader, "_load", load)
-    monkeypatch.setattr(loader, "_kernels", {})
-    monkeypatch.setattr(warmup, "_warmups", {})
-    for name, empty in (("_known", {}), ("_refused", set()), ("_in_use", set())):
-        monkeypatch.setattr(device, name, empty)
-    monkeypatch.setattr(device, "_ask_cuda", lambda index: device.arch_for((9, 0), H200))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: H200)
-    with caplog.at_level("INFO", logger="sparge"):
-        assert warmup.warm_up(GPU, print).wait(never_cancelled) is None
-    known = sparge.capabilities(GPU)
-    assert (known.arch, known.note) == ("sm_90", NOTE)
-    wanted = {spec.id for spec in warmup.eight_bit_specs("sm_90")}
-    attend = {f"attend-sm_90-d{size}-int8_fp16" for size in (64, 128)}
-    assert attend < wanted <= set(loaded)
-    passed_over, path = caplog.messages
-    assert "no wgmma" in passed_over and "attend_hopper-sm_90a" in passed_over
-    assert path == "[Sparge] attention on cuda:0 by kernels for sm_90"
-    monkeypatch.setattr(load_pack("sparge.session.session"), "capabilities", lambda device: known)
-    monkeypatch.setattr(load_pack("sparge.session").Session, "await_kernels", lambda *_: None)
-    got = sampled(step, [0.9, 0.7, 0.6])
-    assert got.notes.count(NOTE) == got.line.count(NOTE.rstrip(".")) == 1

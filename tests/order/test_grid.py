@@ -130,18 +130,6 @@ def test_orders_are_made_once_and_copied_once() -> None:
     assert other.on("meta") is not copy and other.on("meta").segments == other.segments
 
 
-def test_copies_are_forgotten_but_those_that_graphs_were_captured_with(monkeypatch) -> None:
-    order = grid_order(TokenGrid(3, 5, 6, prefix=11))
-    first = order.on("meta")
-    order.forget_copies()
-    second = order.on("meta")
-    assert second is not first
-    monkeypatch.setattr(grid_module, "being_recorded", lambda device: True)
-    assert order.on("meta") is second
-    order.forget_copies()  # a session of the same grid ends
-    assert order.on("meta") is second
-
-
 DEFAULTS = {
     name: SURROUNDINGS[name]
     for name in ("device context", "default device", "default fp64", "default bf16")

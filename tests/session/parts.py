@@ -25,7 +25,7 @@ from sparge.session.timing import Times
 CPU = torch.device("cpu")
 GRID = TokenGrid(4, 8, 12, prefix=8)  # 392 tokens: 7 key blocks; 3 of 4 query blocks may drop some
 LAYERS, HEADS, HEAD_DIM = 2, 2, 64
-LAYOUT, ONE_LAYER = (TokenLayout.of(layers, GRID, HEADS) for layers in (LAYERS, 1))
+LAYOUT, ONE_LAYER = (TokenLayout.of(layers, GRID) for layers in (LAYERS, 1))
 BUDGET = Aim("budget", 0.5)
 #: Names of what a head is given.
 SETTINGS = ("density", "pool_weight", "order_kind", "output_scale", "kept", "error", "weight")

@@ -235,17 +235,13 @@ def test_images_that_are_referred_to_are_no_text() -> None:
     assert layout.exact_tokens(380, references=64) == (0, 0)
 
 
-def test_rows_of_layers_and_what_is_expected() -> None:
-    layout = TokenLayout.of(30, FIRST, heads=4)
+def test_rows_of_layers() -> None:
+    layout = TokenLayout.of(30, FIRST)
     assert (layout.rows, layout.row(3, 0), layout.row(3, 2)) == (30, 3, 63)
     assert layout.grid == (4, 8, 10) and layout.frame_tokens == 80 and layout.grid_tokens == 320
     refined = replace(layout, refiners=2)
     assert refined.rows == 32 and refined.refiner_row(1) == 31
-    assert TokenLayout().rows > 100 and TokenLayout().expected == ()
-    with_sound = replace(layout, branches=(SOUND,))
-    assert with_sound.expected == (FIRST, SOUND)
-    assert replace(with_sound, frame_by_frame=True).expected == (SOUND,)
-    assert replace(layout, masked=True, text=TextPosition.FIRST).expected == ()
+    assert TokenLayout().rows > 100
 
 
 def added(*hidden: int, value: float = torch.finfo().min, dims: int = 4) -> Tensor:

@@ -115,7 +115,7 @@ def test_prompts_of_earlier_steps_share_the_query_blocks(asked, before, prompts,
     grid, session = TokenGrid(8, 16, 16, prefix=8), session_of()
     for step, of_pass in [*((0, each) for each in before), (1, prompts)]:
         q = torch.zeros(len(of_pass), HEADS, grid.tokens, 64)
-        running = session.begin_step(step, TokenLayout.of(1, grid, HEADS), "cpu", prompts=of_pass)
+        running = session.begin_step(step, TokenLayout.of(1, grid), "cpu", prompts=of_pass)
         running.attend(0, q, q, q)
     assert [len(call.query_blocks) for call in asked] == blocks
     looked_at = [block for call in asked for block in call.query_blocks]
@@ -128,7 +128,7 @@ def test_other_draws_layers_and_times_look_at_other_blocks(asked) -> None:
     for draw in (0, 0, 11):
         asked.clear()
         session = session_of(steps=9, dense_steps=1, draw=draw)
-        sampled(session, qkv, 9, clip=TokenLayout.of(2, grid, HEADS))
+        sampled(session, qkv, 9, clip=TokenLayout.of(2, grid))
         seen.append([tuple(call.query_blocks) for call in asked])
     first, same, other = seen
     assert first == same and len({*first}) == 6, "two layers, three times"
@@ -281,7 +281,7 @@ def test_a_layer_whose_model_gives_no_numbers_stays_dense(qkv: Qkv, value, reaso
 
 def test_text_alone_has_nothing_to_drop(asked) -> None:
     session, q = session_of(dense_steps=0), torch.zeros(1, HEADS, 305, 64)
-    text = TokenLayout.of(1, TokenGrid(1, 1, 5, prefix=300), HEADS)
+    text = TokenLayout.of(1, TokenGrid(1, 1, 5, prefix=300))
     sampled(session, (q, q, q), 3, range(1), clip=text)
     assert session.counts.reasons == {ALL_EXACT: 3} and not asked
 

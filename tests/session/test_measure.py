@@ -139,6 +139,7 @@ def test_an_output_scale_gives_what_the_rows_would_have(call: MeasuredCall) -> N
     curves = Curves.of(sums, call.candidates)
     chosen = torch.full((1, call.q.shape[1]), len(call.candidates.kept))  # pooled, the least dense
     settings = curves.settings(chosen)
+    assert settings.output_scale is not None
     for head in range(call.q.shape[1]):
         scale, weight = (
             float(x[0, 0, head]) for x in (settings.output_scale, settings.pool_weight)

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from sparge.order.variants import OrderKind
 from sparge.reasons import LINES, Reason
 from sparge.session import Aim, Call, Report, details, summary, verdict
 from sparge.session import report as module
@@ -54,23 +53,23 @@ def test_seconds_by_backend_and_step() -> None:
         "Seconds of attention, in all and by step: exact 7 (7 0); 8-bit dense 2 (0 2); "
         "sparse 0.75 (0 0.75); measuring 0.5 (0.5 0)."
     )
-    assert found.saved == pytest.approx(3 * 3.0 - 2.75 - 0.5) and not found.is_foretold
+    assert found.saved == pytest.approx(3 * 3.0 - 2.75 - 0.5)
 
 
 @pytest.mark.parametrize(
-    ("of_sparse", "saved", "is_foretold"),
+    ("of_sparse", "saved"),
     [
-        ({"tokens": 128, "foretold": 2.0}, 1.5, True),
-        ({"tokens": 128}, None, True),
-        ({"foretold": 2.0}, 2.5, False),  # the run knows better
-        (None, None, False),
+        ({"tokens": 128, "foretold": 2.0}, 1.5),
+        ({"tokens": 128}, None),
+        ({"foretold": 2.0}, 2.5),  # the run knows better
+        (None, None),
     ],
 )
-def test_what_no_exact_call_tells_is_foretold(of_sparse, saved, is_foretold) -> None:
+def test_what_no_exact_call_tells_is_foretold(of_sparse, saved) -> None:
     records = [record(0, (EXACT, 3.0), foretold=4.0)]
     records += [] if of_sparse is None else [record(1, (SPARSE, 0.5), **of_sparse)]
     found = RunTime.of(records)
-    assert (found.saved, found.is_foretold) == (saved and pytest.approx(saved), is_foretold)
+    assert found.saved == (saved and pytest.approx(saved))
     assert RunTime.of([]).line() == "" and RunTime.of([]).saved is None
 
 
@@ -143,15 +142,13 @@ HEADS = MeasuredHeads(
     expected=torch.tensor([[0.05, 0.07], [0.02, 0.0]]),
     found=torch.full((2, 2), NAN),
     weight=torch.tensor([[0.2, 1.8], [1.0, 1.0]]),
-    pool_weight=torch.tensor([[0.0, 1.0], [0.0, 0.0]]),
-    order_kinds={OrderKind.CUBES: 3, OrderKind.ROWS: 1},
 )
 
 
 BEFORE = Reason("before start_percent 0.2", "before")
 
 
-def report_of(heads=(), aim=None, saved=None, is_foretold=True, reasons=None, **given) -> Report:
+def report_of(heads=(), aim=None, saved=None, reasons=None, **given) -> Report:
     """A run of three steps and two layers."""
     of_run = {x: given.pop(x) for x in ("stopped", "notes", "seconds", "steps") if x in given}
     by_step = torch.tensor([[1.0, 0.5, 0.25], [1.0, NAN, 0.75]])
@@ -159,7 +156,7 @@ def report_of(heads=(), aim=None, saved=None, is_foretold=True, reasons=None, **
     reasons = Counter({BEFORE: 1} if reasons is None else reasons)
     facts: Any = {"family": "Mochi", "tokens": 44776, "sparse": 3, "cross": 4, "passes": 3} | given
     counts = Counts(reasons=reasons, **facts)
-    return Report(counts, aim, densities, heads, RunTime({}, saved, is_foretold), **of_run)
+    return Report(counts, aim, densities, heads, RunTime({}, saved), **of_run)
 
 
 def test_a_line_for_the_log() -> None:
@@ -177,9 +174,6 @@ def test_a_line_for_the_log() -> None:
     )
     left_out = "pvthreshd left out: without it this GPU is faster and closer to the original"
     assert summary(fast).endswith(f"{left_out}; n")
-    assert "timed before this run" in details(fast).splitlines()[-1]
-    by_run = replace(fast, time=RunTime({}, 57.0, False))
-    assert details(by_run).endswith("by exact calls of this run.")
     assert "Speedup" not in summary(replace(fast, stopped=True)), "who knows"
 
 
@@ -190,12 +184,7 @@ def test_errors_count_by_head_weight_found_ones_first() -> None:
     lines = details(found).splitlines()
     assert "density of sparse calls 25.0 % (heads 5.0 % to 100.0 %)" in lines[0]
     assert lines[0] == summary(found) and "; error 0.039" in lines[0]
-    assert lines[1:5] == [
-        "Asked for a mean error of 0.06.",
-        "25 % of 4 heads use pooled keys.",
-        "Blocks of tokens by head: cubes in 3, rows in 1.",
-        "Density by step, %: 100 50 50.",
-    ]
+    assert lines[1:3] == ["Asked for a mean error of 0.06.", "Density by step, %: 100 50 50."]
     told = [" ".join(line.split()) for line in lines[-2:]]
     assert told == ["0 12.5 % (5.0 % to 20.0 %) 0.068 -", "7 65.0 % (30.0 % to 100.0 %) 0.010 -"]
     again = replace(HEADS, found=torch.tensor([[0.1, 0.2], [NAN, NAN]]))

@@ -233,8 +233,6 @@ class Handle:
             for hooks in self._hooks:
                 hooks.remove()
             self._hooks.clear()
-            if self._run is not None:
-                self._run.end()
 
     def begin_pass(self, hooks: TransformerHooks, given: Mapping[str, Any]) -> TorchPass | None:
         """Begins a pass, and a run where it is the first one of a call of the pipeline."""
@@ -291,8 +289,6 @@ class Handle:
 
     def _new_run(self, model: Any, device: torch.device, timesteps: object) -> Session:
         """Begins a run. Waits for the kernels."""
-        if self._run is not None:
-            self._run.end()
         self._steps, self._prompts = Steps(timesteps), Prompts(self._pipe)
         steps = len(self._steps)
         settings = self._settings

@@ -90,15 +90,12 @@ def layout_of(
         return layout
     text = 0 if row.text is TextPosition.NONE else row.text_tokens(given)
     ends = {TextPosition.FIRST: {"prefix": text}, TextPosition.LAST: {"suffix": text}}
-    heads = getattr(model.config, "num_attention_heads", None)
     sound = given.get("audio_hidden_states")
     return replace(
         layout,
         grid=(grid.frames, grid.height, grid.width),
         tokens=replace(grid, **ends.get(row.text, {})),
-        heads=None if heads is None else heads // ranks,
         context=text,
-        masked=row.masked,
         beside=frozenset(() if sound is None else sound.shape[1:2]),
     )
 
@@ -222,8 +219,6 @@ class Row:
     text: TextPosition
     grid: Callable[[Any, Mapping[str, Any]], TokenGrid | None] = _latent
     """The grid, and as its tail what stands behind it and is no text."""
-    masked: bool = False
-    """Whether fewer tokens of text may be real than it is given."""
     text_tokens: Callable[[Mapping[str, Any]], int] = _text
 
 
@@ -231,9 +226,9 @@ _FIRST, _LAST, _NONE = TextPosition.FIRST, TextPosition.LAST, TextPosition.NONE
 
 ROWS: Mapping[str, Row] = {
     "CogVideoXTransformer3DModel": Row("CogVideoX", _FIRST, _cogvideox),
-    "MochiTransformer3DModel": Row("Mochi", _LAST, masked=True),
+    "MochiTransformer3DModel": Row("Mochi", _LAST),
     "WanTransformer3DModel": Row("Wan", _NONE),
-    "HunyuanVideoTransformer3DModel": Row("HunyuanVideo", _LAST, masked=True),
+    "HunyuanVideoTransformer3DModel": Row("HunyuanVideo", _LAST),
     "LTXVideoTransformer3DModel": Row("LTX", _NONE, _ltx),
     "FluxTransformer2DModel": Row("Flux", _FIRST, _flux),
     "SD3Transformer2DModel": Row("SD3", _LAST),
@@ -246,11 +241,11 @@ ROWS: Mapping[str, Row] = {
     "Kandinsky5Transformer3DModel": Row("Kandinsky 5", _NONE, _kandinsky),
     "LTX2VideoTransformer3DModel": Row("LTX-2", _NONE, _ltx_2),
     "HunyuanVideo15Transformer3DModel": Row(
-        "HunyuanVideo 1.5", _LAST, masked=True, text_tokens=_texts_and_image
+        "HunyuanVideo 1.5", _LAST, text_tokens=_texts_and_image
     ),
     "Flux2Transformer2DModel": Row("Flux 2", _FIRST, _flux),
-    "ChromaTransformer2DModel": Row("Chroma", _FIRST, _flux, masked=True),
-    "QwenImageTransformer2DModel": Row("Qwen-Image", _FIRST, _qwen_image, masked=True),
+    "ChromaTransformer2DModel": Row("Chroma", _FIRST, _flux),
+    "QwenImageTransformer2DModel": Row("Qwen-Image", _FIRST, _qwen_image),
     "ZImageTransformer2DModel": Row("Z-Image", _LAST, _z_image, text_tokens=_padded_text),
 }
 
