@@ -139,8 +139,7 @@ def attention(
     Raises:
         Unsupported: the call is valid but cannot be served; ``reason`` says why.
         ValueError: shapes, dtypes or devices do not fit together.
-        KernelBuildError: a kernel does not compile, and no other target can take over: there is
-            none, or calls use this one already; ``log`` says why.
+        KernelBuildError: a kernel does not compile; ``log`` says why.
     """
     if topk is not None:
         others = {"policy": policy, "block_mask": block_mask, "head_settings": head_settings}

@@ -24,12 +24,11 @@ class DriverNotFoundError(RuntimeError):
 
 
 class DriverError(RuntimeError):
-    """A driver call failed; ``name`` is CUDA's, such as ``CUDA_ERROR_OUT_OF_MEMORY``."""
+    """A driver call failed."""
 
-    def __init__(self, function: str, code: int, name: str, text: str) -> None:
+    def __init__(self, function: str, name: str, text: str) -> None:
+        """name: CUDA's, such as ``CUDA_ERROR_OUT_OF_MEMORY``."""
         super().__init__(f"{function} failed: {name} ({text})")
-        self.code = code
-        self.name = name
 
 
 @functools.cache
@@ -71,7 +70,7 @@ def check(lib: ctypes.CDLL, function: str, status: int) -> None:
         lib.cuGetErrorName(status, byref(name))
         lib.cuGetErrorString(status, byref(text))
         words = (value.value or b"unknown" for value in (name, text))
-        raise DriverError(function, status, *(word.decode() for word in words))
+        raise DriverError(function, *(word.decode() for word in words))
 
 
 def driver_version() -> int:

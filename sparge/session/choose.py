@@ -114,14 +114,26 @@ class Curves:
             whole = (errors.square() + ROUNDING**2).sqrt() * self.weight[:, None]
             measure = _integers(torch.where(counts[:, None], whole.clamp(max=UNIT), 0.0))
             most = (error * _integers(self.weight).sum().double()).long()[None]
-        found = self._at_price(loss, costs, measure, most, of_error=error is not None)
+        cheap, dear = self._between(loss, costs, measure, most, of_error=error is not None)
+        # Heads move from the cheap choice to the dear one, the ones of most effect first, as far as
+        # the budget goes, or until the error is met.
+        gain, more = _of(loss, cheap) - _of(loss, dear), costs[dear] - costs[cheap]
+        order = (gain / more.clamp(min=1e-12)).argsort(dim=1, descending=True, stable=True)
+        at_cheap = _of(measure, cheap)
+        steps = (_of(measure, dear) - at_cheap).gather(1, order)
+        left, reached = (most - at_cheap.sum(1))[:, None], steps.cumsum(1)
+        fits = (reached > left).cumsum(1) == 0
+        moved = fits if error is None else reached - steps > left
+        moved = torch.zeros_like(moved).scatter(1, order, moved)
+        found = torch.where(moved, dear, cheap)
         saved = loss if error is None else costs.expand_as(loss)
         return _filled(found, saved, measure, most)
 
-    def _at_price(
+    def _between(
         self, loss: Tensor, costs: Tensor, measure: Tensor, most: Tensor, of_error: bool
-    ) -> Tensor:
-        """Choices (steps, heads) at the price next to what is asked for that keeps to it."""
+    ) -> tuple[Tensor, Tensor]:
+        """Choices (steps, heads) at the two prices that lie next to what is asked for: the cheap
+        one, and the dear one."""
 
         def at(price: Tensor) -> Tensor:
             return (loss + price[:, None, None] * costs).argmin(2)
@@ -133,7 +145,7 @@ class Curves:
             # At a higher price heads are less dense, and their errors greater.
             is_cheap = reached > most if of_error else reached <= most
             low, high = torch.where(is_cheap, low, middle), torch.where(is_cheap, middle, high)
-        return at(low if of_error else high)
+        return at(high), at(low)
 
     def settings(self, chosen: Tensor) -> ChosenSettings:
         """Settings of the heads that were chosen, (steps, heads)."""

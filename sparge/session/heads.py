@@ -150,7 +150,7 @@ class Heads:
         self.shape, self.aim, self.policy, self.device = shape, aim, policy, device
         orders = shape.orders()
         self._orders = [order.on(device) for order in orders]
-        self.candidates = Candidates.of(orders[0], device, shape.shares_keys)
+        self.candidates = Candidates.of(orders[0], device, shape.shares_keys, policy.precision)
         self.least = self.candidates.least
         """Share of pairs that is kept whatever is chosen."""
         self._query_blocks: list[int] = (~orders[0].queries_exact).nonzero().flatten().tolist()

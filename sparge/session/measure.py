@@ -28,6 +28,7 @@ from ..blocks import KEY_BLOCK, QUERY_BLOCK, whole_steps
 from ..kernels import capabilities
 from ..kernels.spec import eight_bit_element
 from ..order.grid import EMPTY, TokenOrder
+from ..policy import Precision
 from ..reference import Operands, log_scores
 from ..stages.as_written import as_written
 
@@ -70,9 +71,16 @@ class Candidates:
     """Whether heads may have an output scale: 16-bit operands do not know it."""
 
     @classmethod
-    def of(cls, order: TokenOrder, device: torch.device, shares_keys: bool = False) -> Candidates:
+    def of(
+        cls,
+        order: TokenOrder,
+        device: torch.device,
+        shares_keys: bool = False,
+        precision: Precision = Precision.INT8,
+    ) -> Candidates:
         """Candidates of calls in these token orders. shares_keys: several heads read the same keys
-        (GQA), which have to share an order, so that the first alone is offered."""
+        (GQA), which have to share an order, so that the first alone is offered. precision: of the
+        calls."""
         blocks = order.key_blocks
         between, density = [MEASURED[0]], MEASURED[0]
         while (density := density * RATIO) < 1:
@@ -92,7 +100,7 @@ class Candidates:
             below.to(device),
             share.to(device),
             tuple(_asking(rank, blocks) for rank in ranks),
-            not (arch := capabilities(device).arch) or eight_bit_element(arch).quantized,
+            _takes_scales(precision, device),
         )
 
     @property
@@ -118,6 +126,13 @@ class Candidates:
     def between(self, measured: Tensor) -> Tensor:
         """(..., densities) values read linearly from those of the measured densities."""
         return _line(measured[..., self.below], measured[..., self.below + 1], self.share)
+
+
+def _takes_scales(precision: Precision, device: torch.device) -> bool:
+    if precision is not Precision.INT8:
+        return precision is Precision.INT8_FP16
+    arch = capabilities(device).arch
+    return not arch or eight_bit_element(arch).quantized
 
 
 def _line(low: Tensor, high: Tensor, share: Tensor) -> Tensor:
@@ -275,11 +290,8 @@ def _on_reference(call: MeasuredCall, with_truth: bool) -> Measured:
             of_groups = []
             for first in range(0, kv_heads, at_once):
                 last = min(kv_heads, first + at_once)
-                q = call.q[entry, first * group : last * group].float()
-                k, v = (
-                    x[entry, first:last].repeat_interleave(group, 0).float()
-                    for x in (call.k, call.v)
-                )
+                q = call.q[entry, first * group : last * group]
+                k, v = (x[entry, first:last].repeat_interleave(group, 0) for x in (call.k, call.v))
                 of_groups.append(_of_heads(q, k, v, order, call))
             of_entries.append([torch.cat(parts) for parts in zip(*of_groups, strict=True)])
         *sums, outs = (torch.stack(parts) for parts in zip(*of_entries, strict=True))

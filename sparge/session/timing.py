@@ -374,7 +374,7 @@ def check_once(device: torch.device, exact: Exact, needs: Needs = UNKNOWN) -> No
         _keep(key)  # without times yet
 
 
-@functools.cache  # kernels of another target cannot replace those that have served a call
+@functools.cache  # a GPU has the same kernels until the process ends
 def why_wrong(device: torch.device, needs: Needs) -> str:
     """Fault of 8-bit calls, for the user; empty where there is none."""
     dtype = needs.dtype or torch.bfloat16

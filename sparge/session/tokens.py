@@ -76,7 +76,7 @@ class TokenLayout:
     ranks: int = 1
 
     @classmethod
-    def of(cls, layers: int, grid: TokenGrid | None = None, ranks: int = 1) -> TokenLayout:
+    def of(cls, layers: int, grid: TokenGrid | None = None, *, ranks: int = 1) -> TokenLayout:
         """Layout as a loop over sampling steps knows it.
 
         layers: number of self-attention layers, numbered from 0. grid: of the clip's tokens, with

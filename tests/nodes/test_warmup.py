@@ -82,7 +82,7 @@ def tries(warmup, warm):
 
 def test_only_what_may_go_better_is_tried_again(load_pack, warmup, warm, tries):
     sparge = load_pack("sparge")
-    full = sparge.kernels.DriverError("cuModuleLoadData", 2, "CUDA_ERROR_OUT_OF_MEMORY", "full")
+    full = sparge.kernels.DriverError("cuModuleLoadData", "CUDA_ERROR_OUT_OF_MEMORY", "full")
     refused, failed = warmup.KERNEL_DID_NOT_COMPILE, sparge.KernelBuildError
     assert tries(full) == (2, warmup.KERNEL_DID_NOT_LOAD, None)
     assert tries(OSError("disk full")) == (2, warmup.NO_KERNELS, None)

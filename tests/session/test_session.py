@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.metrics import rel_l2
-from sparge import SparsePolicy, TokenGrid, Unsupported, grid_order
+from sparge import Precision, SparsePolicy, TokenGrid, Unsupported, grid_order
 from sparge.kernels.warmup import Needs
 from sparge.order.grid import dealt_places
 from sparge.session import (
@@ -42,6 +42,7 @@ from tests.session.parts import (
     LAYOUT,
     ONE_LAYER,
     Qkv,
+    heads_of,
     neighbours_alike,
     sampled,
     session_of,
@@ -203,10 +204,19 @@ def test_tokens_that_ranks_were_dealt_give_what_one_gets(generator, aim: Aim | N
     for ranks in (1, 2):
         session = session_of(aim, 2, 1, policy=SparsePolicy(topk=0.3))
         given = qkv if ranks == 1 else tuple(x[:, :, places] for x in qkv)
-        layout = TokenLayout.of(1, grid, ranks)
+        layout = TokenLayout.of(1, grid, ranks=ranks)
         outs.append(sampled(session, given, 2, range(1), clip=layout)[1])
         assert session.counts.sparse == 1
     torch.testing.assert_close(outs[1], outs[0][:, :, places], rtol=0, atol=5e-3)
+
+
+@pytest.mark.parametrize("precision", Precision)
+def test_heads_are_chosen_for_the_operands_of_their_calls(qkv: Qkv, precision: Precision) -> None:
+    """16-bit operands know no output scale: a call that has one is refused."""
+    session = session_of(steps=2, dense_steps=1, policy=SparsePolicy(precision=precision))
+    sampled(session, qkv, 2)
+    assert session.counts.sparse == LAYERS
+    assert heads_of(session).candidates.scaled == (precision is not Precision.SIXTEEN_BIT)
 
 
 def test_models_have_heads_of_their_own_and_a_device_has_two_names(asked) -> None:
