@@ -17,7 +17,7 @@ constexpr int kColumnTiles = kHeadDim == 128 ? 2 : 1;  // tiles that share each 
 constexpr int kTileColumns = 8;
 constexpr int kColumns = kTileColumns * kColumnTiles;
 constexpr int kLaneColumns = 2 * kColumnTiles;
-constexpr int kSteps = 4 / kColumnTiles;  // of 16 channels, unrolled
+constexpr int kSteps = (kArch < 100 ? 4 : 2) / kColumnTiles;  // of 16 channels, unrolled; from sm_100 on as many as were tried
 
 // 16 vectors, split, in the order of the products' first operand: a lane reads the four numbers of a product as one. Threads that
 // write neighbouring channels of a vector share a bank two by two.

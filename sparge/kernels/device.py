@@ -115,14 +115,14 @@ def arch_for(capability: tuple[int, int], name: str) -> Capability:
             f"{name.removeprefix('NVIDIA ')} is too old: it has compute capability "
             f"{major}.{minor}, and the kernels need 8.0 (Ampere, RTX 30) or newer.",
         )
-    if (name_of_target := SERVED_BY.get(capability)) is None:
+    if (target := SERVED_BY.get(capability)) is None:
         sentence = f"{name} (compute capability {major}.{minor}) is not supported yet."
         return _unusable("new GPU", sentence)
     try:
         nvrtc_found = compiler()
     except nvrtc.NvrtcNotFoundError as error:
         return _unusable("no compiler", str(error))
-    arch = ARCHS[name_of_target]
+    arch = ARCHS[target]
     if nvrtc_found.version >= arch.needs and arch.number in nvrtc_found.archs:
         return Capability(True, arch=arch.name)
     have, need = ("{}.{}".format(*v) for v in (nvrtc_found.version, arch.needs))

@@ -51,6 +51,8 @@ from tests.session.parts import (
 pytestmark = pytest.mark.usefixtures("by_reference")
 
 DENSE = "one of the first 2 steps"
+#: Of a grid, where a TokenGrid belongs.
+SIZES: Any = (4, 6, 10)
 
 
 def test_the_first_steps_are_exact_and_the_others_sparse(qkv: Qkv) -> None:
@@ -168,12 +170,12 @@ def test_compiled_models_call_it_as_it_is(qkv: Qkv) -> None:
         (lambda: session_of(dense_steps=-1), "dense_steps"),
         (lambda: session_of(policy=0.3), "policy is 0.3; give a SparsePolicy"),
         (lambda: _begin(layout=GRID), "layout is a .*TokenGrid; give what TokenLayout.of makes"),
-        (lambda: TokenLayout.of(2, (4, 6, 10)), "grid is a tuple; give a TokenGrid"),  # type: ignore[arg-type]
+        (lambda: TokenLayout.of(2, SIZES), "grid is a tuple; give a TokenGrid"),
         *(
             (lambda x=x: TokenLayout.of(**{"layers": 2, x: 0.5}), f"{x} is 0.5; it takes a whole")
             for x in ("layers", "ranks")
         ),
-        (lambda: grid_order((4, 6, 10)), "grid is a tuple; give a TokenGrid"),  # type: ignore[arg-type]
+        (lambda: grid_order(SIZES), "grid is a tuple; give a TokenGrid"),
         (lambda: grid_order(GRID, 3), "variant is 3; it takes a whole number from 0 to 2"),
         (lambda: _attend(-1), "layer"),
         (lambda: _attend(dims=3), "B, H, N, D"),
